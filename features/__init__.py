@@ -1,0 +1,24 @@
+"""The feature lake: what it holds, how it is written and read.
+
+Where to go:
+
+- ``errors``      every error raised on purpose, grouped by what a handler does
+- ``schema``      value types and Arrow schemas: the words of the lake
+- ``storage``     the one place that talks to fsspec; ``create`` is its commit primitive
+- ``target``      what a target's directory says about its identity
+- ``checkpoint``  a Hugging Face checkpoint tensor by tensor, refused when broken
+- ``windows``     a window in memory, and its checks
+- ``heads``       head snapshots: from final hidden state to logits
+- ``zarr_layout`` arrays as Zarr v3 shards whose rows are byte ranges; ``zarr_bfloat16`` for zarr-python
+- ``commits``     commit objects and token tables as bytes; ``documents``: the JSON ones
+- ``writer``      data first, commit last
+- ``lake``        open a lake; versions, heads, windows
+- ``catalog``     polars view of the commits: select, explain, revisions
+- ``selection``   an exact, hashed list of windows; read without polars
+- ``quarantine``  refused input, with reasons and counts
+- ``check``       a lake against its commits
+- ``testing``     small synthetic lakes
+- ``collect``     from rollouts and a target's forward to windows
+
+This file imports nothing: the collector runs inside other people's trainers.
+"""

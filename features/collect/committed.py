@@ -1,0 +1,74 @@
+"""What the lake holds already of one version and layout, so that nothing is collected twice."""
+
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from features.collect.cut import with_next
+from features.collect.rollouts import Rollout
+from features.collect.sampling import WindowSpan
+from features.commits import CommitName, TokenRow, decode_commit
+from features.lake import Lake
+from features.schema import NO_TOKEN, FragmentLayout, TargetVersion
+
+Comparison = Literal["new", "same", "conflict"]
+
+
+class CommittedSpans:
+    """Windows of one version and layout by sample, as committed when this was made.
+
+    Reads the version's commits once; token tables only when a sample turns up again. Two runs
+    at the same time may still both collect a sample: their equal plans meet in the commit.
+    """
+
+    def __init__(self, lake: Lake, *, version: TargetVersion, layout: FragmentLayout) -> None:
+        self._lake = lake
+        self._places: dict[tuple[str, int, int], tuple[str, int]] = {}
+        self._lengths: dict[str, int] = {}
+        for path in lake.commit_paths():
+            name = CommitName.parse(path)
+            if name is not None and name.version == version.number:
+                self._take_in(path, layout)
+
+    def compare(self, rollout: Rollout, spans: tuple[WindowSpan, ...]) -> Comparison:
+        """``same`` when all spans are there with equal tokens and masks, ``conflict`` when one differs."""
+        known_length = self._lengths.get(rollout.sample_id)
+        if known_length is None:
+            return "new"
+        if known_length != len(rollout.token_ids):
+            return "conflict"
+        places = [self._places.get((rollout.sample_id, span.start, span.num_rows)) for span in spans]
+        for span, place in zip(spans, places, strict=True):
+            if place is not None and not self._stored(*place).same_tokens(_token_row(rollout, span)):
+                return "conflict"
+        return "new" if None in places else "same"
+
+    def _take_in(self, path: str, layout: FragmentLayout) -> None:
+        table = decode_commit(self._lake.store.read(path), where=path)
+        columns = ("sample_id", "start", "num_rows", "sequence_length", "data_prefix", "window_index")
+        for row in table.filter(_of_layout(table, layout)).select(columns).to_pylist():
+            key = (row["sample_id"], row["start"], row["num_rows"])
+            self._places[key] = (row["data_prefix"], row["window_index"])
+            self._lengths[row["sample_id"]] = row["sequence_length"]
+
+    def _stored(self, data_prefix: str, window_index: int) -> TokenRow:
+        return self._lake.fragment_tokens(data_prefix).rows[window_index]
+
+
+def _of_layout(table: pa.Table, layout: FragmentLayout) -> pa.Array:
+    """Which rows of a commit have this layout; a fragment has one, but rows are what we read."""
+    ids = list(layout.layer_ids)
+    pairs = zip(table["layer_ids"].to_pylist(), table["dtype"].to_pylist(), strict=True)
+    return pa.array([found == ids and dtype == layout.dtype.value for found, dtype in pairs], pa.bool_())
+
+
+def _token_row(rollout: Rollout, span: WindowSpan) -> TokenRow:
+    """Token arrays of ``span`` as the lake would hold them."""
+    return TokenRow(
+        start=span.start,
+        token_ids=with_next(rollout.token_ids, span, NO_TOKEN, np.int32),
+        sampled_mask=with_next(rollout.sampled_mask, span, False, np.bool_),
+        loss_mask=None if rollout.loss_mask is None else with_next(rollout.loss_mask, span, False, np.bool_),
+        logprobs=np.zeros(0, np.float32),  # a measurement: not compared
+    )

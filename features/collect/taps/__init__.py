@@ -1,0 +1,1 @@
+"""Taps: one module per source of features, imported by dotted name on use only."""

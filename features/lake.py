@@ -1,0 +1,388 @@
+"""Open a lake: its target, versions, heads and windows. Everything in it is immutable.
+
+Fragments are written by ``features.writer`` and found by ``features.catalog``; what is here
+needs neither polars nor zarr nor torch, so it runs inside other people's trainers.
+"""
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from features.checkpoint import canonical_json
+from features.commits import (
+    CODEC,
+    CommitName,
+    TokenRow,
+    TokenTable,
+    decode_commit,
+    decode_tokens,
+    window_meta,
+)
+from features.documents import decode_lake, decode_version, encode_lake, encode_version, require_same_target
+from features.errors import (
+    CorruptDataError,
+    HeadMissingError,
+    LakeContractError,
+    LakeNotFoundError,
+    ObjectExistsError,
+    TargetMismatchError,
+    UnknownVersionError,
+    VersionConflictError,
+)
+from features.heads import HeadSnapshot
+from features.schema import (
+    FORMAT_VERSION,
+    FeatureDtype,
+    FragmentLayout,
+    HeadId,
+    TargetIdentity,
+    TargetVersion,
+    VersionRecord,
+)
+from features.storage import Store
+from features.target import config_digest, stable_config
+from features.windows import Window
+from features.zarr_layout import SHARD_KEY, crc32c
+
+log = logging.getLogger(__name__)
+
+LAKE_FILE = "lake.json"
+TOKENS_FILE = "tokens.arrow"
+
+_CACHED_FRAGMENTS = 256
+
+
+class Lake:
+    """A feature lake of one target. Safe to share between threads; open it anew in a child process."""
+
+    def __init__(self, store: Store, target: TargetIdentity) -> None:
+        self.store = store
+        self.target = target
+        self._records: dict[TargetVersion, VersionRecord] = {}
+        self._fragments: OrderedDict[str, TokenTable] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def init(url: str, target: TargetIdentity, **storage_options: Any) -> "Lake":
+        """Create a lake for one target; opening it again with the same identity is fine.
+
+        Raises:
+            TargetMismatchError: there is a lake for another target at ``url``.
+        """
+        store = Store.open(url, **storage_options)
+        try:
+            store.create(LAKE_FILE, encode_lake(target))
+        except ObjectExistsError:
+            lake = Lake.open(url, **storage_options)
+            names = tuple(field.name for field in fields(TargetIdentity))
+            require_same_target(target, lake.target, names, where=f"the lake at {store.url}")
+            return lake
+        log.info("lake created url=%s target=%s", store.url, target.target_id)
+        return Lake(store, target)
+
+    @staticmethod
+    def open(url: str, **storage_options: Any) -> "Lake":
+        """Open an existing lake.
+
+        Raises:
+            LakeNotFoundError: there is none.
+            LakeContractError: it was made by a newer format.
+            CorruptDataError: ``lake.json`` is unreadable.
+        """
+        store = Store.open(url, **storage_options)
+        try:
+            raw = store.read(LAKE_FILE)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise LakeNotFoundError(store.url) from error
+        return Lake(store, decode_lake(raw, where=f"{store.url}/{LAKE_FILE}"))
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def __repr__(self) -> str:
+        return f"Lake({self.url!r}, target={self.target.target_id!r})"
+
+    def put_target_config(self, config: Mapping[str, Any]) -> None:
+        """Keep the target's ``config.json``, from which drafts take their sizes; harmless when it is there.
+
+        Raises:
+            TargetMismatchError: it is not the config this lake's target is known by.
+        """
+        stable = stable_config(config)
+        found = config_digest(stable)
+        if found != self.target.config_digest:
+            raise TargetMismatchError(
+                f"this config digests to {found[:12]}, the target of {self.url} is known by "
+                f"{self.target.config_digest[:12]}. Offer the config.json of this lake's target."
+            )
+        with suppress(ObjectExistsError):
+            self.store.create(config_path(found), canonical_json(stable))
+
+    def target_config(self) -> dict[str, Any]:
+        """The target's ``config.json``, without keys that only say who saved it and in which dtype.
+
+        Raises:
+            CorruptDataError: it is absent, or is not the one this lake's target is known by.
+        """
+        path = config_path(self.target.config_digest)
+        try:
+            config = json.loads(self.store.read(path))
+        except (FileNotFoundError, ValueError) as error:
+            raise CorruptDataError(
+                f"{self.url}/{path} cannot be read: {error}. Put it back with: draftlake init {self.url} "
+                f"--target DIR --target-id {self.target.target_id}"
+            ) from error
+        if config_digest(config) != self.target.config_digest:
+            raise CorruptDataError(f"{self.url}/{path} was altered; remove it and run draftlake init again")
+        return dict(config)
+
+    def put_head(self, head: HeadSnapshot) -> HeadId:
+        """Store a head snapshot under its digest; storing it again changes nothing.
+
+        Raises:
+            TargetMismatchError: its shape is not that of this lake's target.
+        """
+        shape, expected = head.lm_head.shape, (self.target.vocab_size, self.target.hidden_size)
+        if shape != expected or head.embedding.shape != expected:
+            raise TargetMismatchError(
+                f"a head of shape {shape} with embedding {head.embedding.shape} does not fit target "
+                f"{self.target.target_id!r} of {self.url}: expected {expected}. Use the checkpoint of that "
+                f"target."
+            )
+        head_id = head.head_id
+        path = head_path(head_id)
+        # Asked first: a head is large, and collectors offer the same one again and again.
+        if not self.store.exists(path):
+            try:
+                self.store.create(path, head.to_bytes())
+            except ObjectExistsError:
+                log.debug("head %s was stored by another writer meanwhile", head_id)
+        return head_id
+
+    def has_head(self, head_id: HeadId) -> bool:
+        """Whether the snapshot is stored, without reading it."""
+        return self.store.exists(head_path(head_id))
+
+    def head(self, head_id: HeadId) -> HeadSnapshot:
+        """Read a head snapshot and check that its values have the digest it is named by.
+
+        Raises:
+            HeadMissingError: it is not in the lake.
+            CorruptDataError: the stored bytes are cut or changed.
+        """
+        path = head_path(head_id)
+        try:
+            raw = self.store.read(path)
+        except FileNotFoundError as error:
+            raise HeadMissingError(
+                f"head snapshot {head_id} is not in the lake: expected {self.url}/{path}. "
+                f"Put the head of that version again from its checkpoint, or narrow the selection."
+            ) from error
+        try:
+            snapshot = HeadSnapshot.from_bytes(raw)
+        except CorruptDataError as error:
+            raise CorruptDataError(f"{self.url}/{path}: {error}") from error
+        if snapshot.head_id != head_id:
+            raise CorruptDataError(
+                f"{self.url}/{path} decodes to head {snapshot.head_id}: its values changed after it was "
+                f"written. "
+                f"Restore the blob from a copy."
+            )
+        return snapshot
+
+    def register_version(self, record: VersionRecord) -> VersionRecord:
+        """Make a target version known; registering the same record again is fine.
+
+        Raises:
+            TargetMismatchError: the record belongs to another target or tokenizer.
+            HeadMissingError: its head was not put first.
+            VersionConflictError: the number is taken by other weights.
+        """
+        names = ("target_id", "tokenizer_digest", "hidden_size", "vocab_size")
+        require_same_target(record, self.target, names, where=f"the lake at {self.url}")
+        if not self.has_head(record.head_id):
+            raise HeadMissingError(
+                f"{record.version} of {record.target_id!r} names head {record.head_id}, which is not in "
+                f"{self.url}. "
+                f"Put the head before registering the version."
+            )
+        try:
+            self.store.create(version_path(record.version), encode_version(record))
+        except ObjectExistsError:
+            found = self.version(record.version)
+            if found != record:
+                differing = [
+                    f.name for f in fields(record) if getattr(found, f.name) != getattr(record, f.name)
+                ]
+                raise VersionConflictError(
+                    f"{record.version} is registered in {self.url} with other {', '.join(differing)}. A "
+                    f"version "
+                    f"number names one set of weights for ever: collect these under the next free number."
+                ) from None
+        self._records[record.version] = record
+        return record
+
+    def version(self, version: TargetVersion) -> VersionRecord:
+        """The record of a registered version.
+
+        Raises:
+            UnknownVersionError: it was never registered.
+        """
+        if version not in self._records:
+            path = version_path(version)
+            try:
+                raw = self.store.read(path)
+            except FileNotFoundError as error:
+                known = ", ".join(str(record.version) for record in self.versions()) or "none"
+                raise UnknownVersionError(
+                    f"{version} is not registered in {self.url} (registered: {known}). "
+                    f"Collect that version first, or choose one of these."
+                ) from error
+            self._records[version] = decode_version(raw, version, where=f"{self.url}/{path}")
+        return self._records[version]
+
+    def versions(self) -> tuple[VersionRecord, ...]:
+        """Every registered version, ascending; asked anew each time."""
+        paths = [path for path in self.store.list("versions") if path.endswith("/version.json")]
+        numbers = sorted(int(path.split("/")[1].removeprefix("v=")) for path in paths)
+        return tuple(self.version(TargetVersion(number)) for number in numbers)
+
+    def head_of(self, version: TargetVersion) -> HeadSnapshot:
+        """The head snapshot of a version, and of no other."""
+        return self.head(self.version(version).head_id)
+
+    def commit_paths(self) -> list[str]:
+        """Paths of the visible commits, sorted: of each version and plan the lowest attempt, fences aside."""
+        names = [name for name in map(CommitName.parse, self.store.list("commits")) if name is not None]
+        attempts: dict[tuple[int, str], list[CommitName]] = {}
+        for name in sorted(names):
+            attempts.setdefault((name.version, name.plan_id), []).append(name)
+        return sorted(self._first_commit(candidates).path for candidates in attempts.values())
+
+    def read_window(self, row: Mapping[str, Any]) -> Window:
+        """Read one window: a byte range per array, checked; ``row`` is a row of ``COMMIT_SCHEMA``.
+
+        The token table of its fragment is read once and kept.
+
+        Raises:
+            CorruptDataError: an object is absent or too short, or a checksum differs.
+            LakeContractError: the row was written in a form this program does not know.
+        """
+        if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
+            raise LakeContractError(
+                f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
+                f"{row['codec']!r}; "
+                f"this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade draftlake."
+            )
+        layout = FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
+        tokens = self._tokens_of(row)
+        return Window(
+            meta=window_meta(row),
+            layout=layout,
+            token_ids=tokens.token_ids.copy(),
+            sampled_mask=tokens.sampled_mask.copy(),
+            loss_mask=None if tokens.loss_mask is None else tokens.loss_mask.copy(),
+            logprobs=tokens.logprobs.copy(),
+            aux=self._read_rows(row, "aux", layout.aux_width, layout.dtype),
+            final=self._read_rows(row, "final", layout.hidden_size, layout.dtype),
+        )
+
+    def fragment_tokens(self, data_prefix: str) -> TokenTable:
+        """A fragment's token table, with both shard objects' lengths checked against it.
+
+        Raises:
+            CorruptDataError: an object of the fragment is absent or has another length.
+        """
+        with self._lock:
+            if data_prefix in self._fragments:
+                self._fragments.move_to_end(data_prefix)
+                return self._fragments[data_prefix]
+        path = f"{data_prefix}/{TOKENS_FILE}"
+        try:
+            table = decode_tokens(self.store.read(path), where=f"{self.url}/{path}")
+            for array, expected in table.shard_bytes.items():
+                path = f"{data_prefix}/{array}/{SHARD_KEY}"
+                found = self.store.size(path)
+                if found != expected:
+                    raise CorruptDataError(
+                        f"{self.url}/{path} has {found:,} bytes, expected {expected:,}. "
+                        f"Restore it from a copy, or collect the fragment again."
+                    )
+        except FileNotFoundError as error:
+            raise _absent(self.url, path) from error
+        with self._lock:
+            self._fragments[data_prefix] = table
+            while len(self._fragments) > _CACHED_FRAGMENTS:
+                self._fragments.popitem(last=False)
+        return table
+
+    def _tokens_of(self, row: Mapping[str, Any]) -> TokenRow:
+        table, index = self.fragment_tokens(row["data_prefix"]), int(row["window_index"])
+        tokens = table.rows[index] if index < len(table.rows) else None
+        if (
+            tokens is None
+            or tokens.crc32c != row["crc32c_tokens"]
+            or len(tokens.token_ids) != row["num_rows"] + 1
+        ):
+            raise _checksum_error(f"{self.url}/{row['data_prefix']}/{TOKENS_FILE}", row)
+        return tokens
+
+    def _read_rows(self, row: Mapping[str, Any], array: str, width: int, dtype: FeatureDtype) -> NDArray[Any]:
+        path = f"{row['data_prefix']}/{array}/{SHARD_KEY}"
+        row_bytes = width * dtype.itemsize
+        start = row["row_offset"] * row_bytes
+        try:
+            data = self.store.read_range(path, start, start + row["num_rows"] * row_bytes)
+        except FileNotFoundError as error:
+            raise _absent(self.url, path) from error
+        if crc32c(data) != row[f"crc32c_{array}"]:
+            raise _checksum_error(f"{self.url}/{path}", row)
+        little = np.dtype(dtype.numpy_name).newbyteorder("<")
+        # A copy: callers hand these arrays to libraries that refuse read-only memory.
+        return np.frombuffer(data, little).reshape(row["num_rows"], width).astype(dtype.numpy_name)
+
+    def _first_commit(self, candidates: list[CommitName]) -> CommitName:
+        # Several attempts are rare: only then is a fence told from a commit by reading it.
+        for name in candidates if len(candidates) > 1 else ():
+            if decode_commit(self.store.read(name.path), where=f"{self.url}/{name.path}").num_rows:
+                return name
+        return candidates[0]
+
+
+def head_path(head_id: HeadId) -> str:
+    """Where a head snapshot is."""
+    return f"blobs/{head_id}.safetensors"
+
+
+def config_path(digest: str) -> str:
+    """Where the target's config lies."""
+    return f"blobs/{digest}.config.json"
+
+
+def version_path(version: TargetVersion) -> str:
+    """Where a version's record is."""
+    return f"versions/{version.folder}/version.json"
+
+
+def _absent(url: str, path: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"{url}/{path} is absent though a commit names it. Nothing is read as zeros: "
+        f"restore the object from a copy, or collect the fragment again."
+    )
+
+
+def _checksum_error(where: str, row: Mapping[str, Any]) -> CorruptDataError:
+    return CorruptDataError(
+        f"{where}: stored bytes of sample {row['sample_id']!r} at position {row['start']} do not match the "
+        f"checksum "
+        f"in their commit. Restore the object from a copy, or collect the fragment again."
+    )

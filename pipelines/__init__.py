@@ -1,0 +1,15 @@
+"""The product in plain Python: a typed spec in, a typed report out, effects through one context.
+
+Where to go:
+
+- ``context``     every effect a pipeline may have
+- ``progress``    what long work shows while it runs
+- ``start``       create a lake; look at the machine, the store and the engines (``init``, ``doctor``)
+- ``collect``     rollouts and a target's weights to windows in the lake
+- ``inspect``     what is in the lake (``ls``, ``show``, ``explain``)
+- ``train``       a version range to a candidate draft in the registry
+- ``evaluate``    offline tau on held-out groups, and the gate's evidence
+- ``promote``     approve, reject, publish, roll back, status
+- ``demo``        the whole loop on one machine
+- ``cli``         the ``draftlake`` command
+"""

@@ -1,0 +1,189 @@
+"""Commands about drafts: import, train, eval, approve, reject, registry."""
+
+import getpass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from features.errors import InputError
+from pipelines import evaluate as evaluating
+from pipelines import promote
+from pipelines import train as training_pipeline
+from pipelines.cli.output import (
+    DryRunOption,
+    FirstVersionOption,
+    JsonOption,
+    LakeOption,
+    StopVersionOption,
+    console_context,
+    emit,
+)
+from training.spec import TrainSpec
+
+ArtifactArgument = Annotated[str, typer.Argument(help="Artifact digest, or its unique beginning.")]
+ReviewerOption = Annotated[str, typer.Option(help="Who decides.", default_factory=getpass.getuser)]
+registry_app = typer.Typer(help="Look into the registry of drafts.", no_args_is_help=True)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Mount this module's commands."""
+    app.command("import", epilog="Example: draftlake import ./draft --lake ./lake")(import_)
+    app.command(epilog="Example: draftlake train --lake ./lake --first-version 2 --stop-version 6 --dry-run")(
+        train
+    )
+    app.command("eval", epilog="Example: draftlake eval 3f2a --lake ./lake --baseline 91bc")(eval_)
+    app.command(
+        epilog="Example: draftlake approve 3f2a --lake ./lake --reviewer ada --reason 'gain is clear'"
+    )(approve)
+    app.command(
+        epilog="Example: draftlake reject 3f2a --lake ./lake --reviewer ada --reason 'worse on prose'"
+    )(reject)
+    registry_app.command("ls", epilog="Example: draftlake registry ls --lake ./lake")(registry_ls)
+    registry_app.command("show", epilog="Example: draftlake registry show 3f2a --lake ./lake")(registry_show)
+    registry_app.command("diff", epilog="Example: draftlake registry diff 3f2a 91bc --lake ./lake")(
+        registry_diff
+    )
+    app.add_typer(registry_app, name="registry")
+
+
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="Draft folder: model.safetensors, config.json, manifest.json.")
+    ],
+    lake: LakeOption,
+    json: JsonOption = False,
+) -> None:
+    """Register a draft folder as a candidate."""
+    _, registry = promote.open_registry(lake)
+    emit({"artifact": registry.import_artifact(folder)}, as_json=json, title="imported")
+
+
+def train(
+    lake: LakeOption,
+    first_version: FirstVersionOption,
+    stop_version: StopVersionOption,
+    parent: Annotated[str | None, typer.Option(help="Registered draft to start from (digest).")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with fields of the training spec.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Overrides the config's epochs.")] = None,
+    include_unverified: Annotated[
+        bool, typer.Option(help="Also train on windows without a logprob proof.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Lake revision to pin.")] = None,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Train a draft on a range of target versions and register it as a candidate."""
+    _, registry = promote.open_registry(lake)
+    job = training_pipeline.TrainJob(
+        lake=lake,
+        first_version=first_version,
+        stop_version=stop_version,
+        parent=registry.resolve(parent) if parent else None,
+        revision=revision,
+        verified_only=not include_unverified,
+        train=_train_spec(config, {"epochs": epochs}),
+    )
+    if dry_run:
+        plan = training_pipeline.plan_training(job)
+        emit(plan, as_json=json, title=f"would train on {plan.summary()}")
+        return
+    emit(training_pipeline.train(job, console_context()), as_json=json, title="trained")
+
+
+def _train_spec(config: Path | None, overrides: dict[str, Any]) -> TrainSpec:
+    if config is not None and not config.is_file():
+        raise InputError(f"no such config file: {config}")
+    fields = yaml.safe_load(config.read_text()) if config else {}
+    if not isinstance(fields, dict):
+        raise InputError(
+            f"{config} must hold a mapping of training-spec fields, found {type(fields).__name__}"
+        )
+    return TrainSpec.model_validate(fields | {k: v for k, v in overrides.items() if v is not None})
+
+
+def eval_(
+    artifact: ArtifactArgument,
+    lake: LakeOption,
+    baseline: Annotated[str | None, typer.Option(help="Draft to compare with; default: production.")] = None,
+    first_version: Annotated[
+        int | None, typer.Option(min=0, help="Default: the newest version only.")
+    ] = None,
+    stop_version: Annotated[int | None, typer.Option(min=1, help="Stop before this version.")] = None,
+    mode: Annotated[
+        Literal["greedy", "sampled-onehot"], typer.Option(help="How the engine accepts.")
+    ] = "sampled-onehot",
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--k", min=1, max=16, help="Draft tokens per round.")
+    ] = 3,
+    json: JsonOption = False,
+) -> None:
+    """Measure offline tau on held-out groups, against the production draft; stored as evidence."""
+    _, registry = promote.open_registry(lake)
+    job = evaluating.EvalJob(
+        lake=lake,
+        artifact=registry.resolve(artifact),
+        baseline=registry.resolve(baseline) if baseline else None,
+        first_version=first_version,
+        stop_version=stop_version,
+        mode=mode,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    emit(evaluating.evaluate(job, console_context()), as_json=json, title="evaluation")
+
+
+def approve(
+    artifact: ArtifactArgument,
+    lake: LakeOption,
+    reason: Annotated[str, typer.Option(help="Why.")],
+    reviewer: ReviewerOption,
+    force: Annotated[bool, typer.Option("--force", help="Override the gate; recorded as forced.")] = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Approve a draft whose gate passed (exit 3 when the gate refuses)."""
+    if dry_run:
+        _, registry = promote.open_registry(lake)
+        decision = promote.gate(lake, registry.resolve(artifact))
+        emit(decision, as_json=json, title="gate")
+        if not decision.passed:
+            raise typer.Exit(3)
+        return
+    done = promote.approve(lake, artifact, console_context(), reviewer=reviewer, reason=reason, force=force)
+    emit(done, as_json=json, title="approved")
+
+
+def reject(
+    artifact: ArtifactArgument,
+    lake: LakeOption,
+    reason: Annotated[str, typer.Option(help="Why.")],
+    reviewer: ReviewerOption,
+    json: JsonOption = False,
+) -> None:
+    """Reject a draft: it can no longer be published."""
+    done = promote.reject(lake, artifact, console_context(), reviewer=reviewer, reason=reason)
+    emit(done, as_json=json, title="rejected")
+
+
+def registry_ls(lake: LakeOption, json: JsonOption = False) -> None:
+    """List drafts with state, method, versions trained on and measured tau."""
+    _, registry = promote.open_registry(lake)
+    emit(registry.list(), as_json=json, title="drafts")
+
+
+def registry_show(artifact: ArtifactArgument, lake: LakeOption, json: JsonOption = False) -> None:
+    """Show a draft's config, manifest and all evidence about it."""
+    _, registry = promote.open_registry(lake)
+    emit(registry.describe(registry.resolve(artifact)), as_json=json, title="draft")
+
+
+def registry_diff(
+    first: ArtifactArgument,
+    second: Annotated[str, typer.Argument(help="The other digest.")],
+    lake: LakeOption,
+    json: JsonOption = False,
+) -> None:
+    """Show how two drafts differ: config, manifest, tensors, measured tau."""
+    _, registry = promote.open_registry(lake)
+    emit(registry.diff(registry.resolve(first), registry.resolve(second)), as_json=json, title="difference")

@@ -1,0 +1,142 @@
+"""Commands about the lake: init, doctor, collect, ls, show, explain."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from features.schema import SelectionFilter, Split, VersionRange
+from pipelines import collect as collecting
+from pipelines import inspect, start
+from pipelines.cli.output import (
+    NOTHING_TO_DO,
+    DryRunOption,
+    FirstVersionOption,
+    JsonOption,
+    LakeOption,
+    console_context,
+    emit,
+)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Mount this module's commands."""
+    app.command(epilog="Example: draftlake init ./lake --target ./target/v0 --target-id tiny")(init)
+    app.command(epilog="Example: draftlake doctor --lake ./lake --engine http://127.0.0.1:8000")(doctor)
+    app.command(epilog="Example: draftlake collect r.jsonl --lake ./lake --target ./target/v3 --version 3")(
+        collect
+    )
+    app.command("ls", epilog="Example: draftlake ls --lake ./lake")(list_)
+    app.command(epilog="Example: draftlake show v3 --lake ./lake")(show)
+    app.command(epilog="Example: draftlake explain --lake ./lake --first-version 2 --stop-version 5")(explain)
+
+
+def init(
+    lake: Annotated[str, typer.Argument(help="Folder or URL of the new lake.")],
+    target: Annotated[Path, typer.Option(help="Model directory of any version of the target.")],
+    target_id: Annotated[str, typer.Option(help="Name of the target in this lake.")],
+    json: JsonOption = False,
+) -> None:
+    """Create the lake of one target (harmless when it is there already)."""
+    emit(start.init_lake(lake, target=target, target_id=target_id), as_json=json, title=lake)
+
+
+def doctor(
+    lake: Annotated[
+        str | None, typer.Option("--lake", envvar="DRAFTLAKE_LAKE", help="Lake to check.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", help="vLLM server to check; repeatable.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check packages, the store's create-if-absent, the lake and the engines' plugin."""
+    report = start.doctor(console_context(), lake_url=lake, engines=tuple(engine or ()))
+    emit(report if json else list(report.findings), as_json=json, title="doctor")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def collect(
+    rollouts: Annotated[
+        list[str], typer.Argument(help="Rollout files (JSON lines, format of docs/rollouts.md).")
+    ],
+    lake: LakeOption,
+    target: Annotated[str, typer.Option(help="Model directory of the weights that sampled the rollouts.")],
+    version: Annotated[int, typer.Option(min=0, help="Target version of these weights.")],
+    layer_ids: Annotated[str | None, typer.Option(help="Aux layer ids, e.g. 2,4,5 (blocks applied).")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    engine_dtype: Annotated[str, typer.Option(help="Type the rollout engine computed in.")] = "bfloat16",
+    sample_rate: Annotated[float, typer.Option(help="Share of rollouts to keep.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Rows per window at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling policy.")] = 0,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Run the target over rollouts and store sampled windows with the same-version head."""
+    spec = collecting.CollectSpec.model_validate(
+        {
+            "lake": lake,
+            "rollouts": tuple(rollouts),
+            "target": target,
+            "version": version,
+            "layer_ids": tuple(int(n) for n in layer_ids.split(",")) if layer_ids else None,
+            "dtype": dtype,
+            "engine_dtype": engine_dtype,
+            "sample_rate": sample_rate,
+            "max_tokens": max_tokens,
+            "seed": seed,
+        }
+    )
+    if dry_run:
+        emit(collecting.plan_collect(spec), as_json=json, title="would collect")
+        return
+    report = collecting.collect(spec, console_context())
+    emit(report, as_json=json, title=f"collected v{version}")
+    if report.fragments == 0:
+        raise typer.Exit(NOTHING_TO_DO if not report.quarantined else 1)
+
+
+def list_(
+    lake: LakeOption,
+    samples: Annotated[bool, typer.Option("--samples", help="List windows instead of versions.")] = False,
+    version: Annotated[int | None, typer.Option(min=0, help="Only this version's samples.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """List target versions with their windows, tokens and proofs; or the samples."""
+    rows = inspect.list_samples(lake, version) if samples else inspect.list_versions(lake)
+    emit(rows, as_json=json, title=lake)
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="'lake', a version (v3), or a sample id.")],
+    lake: LakeOption,
+    json: JsonOption = False,
+) -> None:
+    """Show the lake, one version, or every window of one sample."""
+    if name == "lake":
+        emit(inspect.show_lake(lake), as_json=json, title=lake)
+    elif name.startswith("v") and name[1:].isdigit():
+        emit(inspect.show_version(lake, int(name[1:])), as_json=json, title=name)
+    else:
+        emit(inspect.show_sample(lake, name), as_json=json, title=name)
+
+
+def explain(
+    lake: LakeOption,
+    first_version: FirstVersionOption = 0,
+    stop_version: Annotated[int | None, typer.Option(min=1, help="Stop before this version.")] = None,
+    split: Annotated[Split, typer.Option(help="all, train or held_out.")] = Split.ALL,
+    verified_only: Annotated[
+        bool, typer.Option("--verified-only", help="Only windows whose logprobs agreed.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say what a selection would read: windows, tokens, bytes, versions, missing heads."""
+    wanted = SelectionFilter(
+        versions=VersionRange(first_version, stop_version), split=split, verified_only=verified_only
+    )
+    plan = inspect.explain(lake, wanted)
+    emit(plan, as_json=json, title=plan.summary())
+    if plan.windows == 0:
+        raise typer.Exit(NOTHING_TO_DO)

@@ -1,0 +1,176 @@
+"""Rollouts plus the weights that sampled them, to windows in the lake."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from features.collect.proofs import LogprobTolerance
+from features.collect.report import CollectReport
+from features.collect.rollouts import Rollout, read_rollouts
+from features.collect.run import collect_rollouts
+from features.collect.sampling import SamplingPolicy
+from features.errors import InputError, TargetMismatchError
+from features.heads import head_from_checkpoint
+from features.lake import Lake
+from features.schema import FeatureDtype, TargetVersion, VersionRecord
+from features.target import default_layer_ids, describe_target, weights_digest
+from pipelines.context import RunContext
+from pipelines.progress import Advance
+from training.spec import Spec
+
+
+class CollectSpec(Spec):
+    """What to collect, and from what."""
+
+    lake: str
+    rollouts: tuple[str, ...]
+    """Rollout files, one JSON object per line."""
+    target: str
+    """Directory of the target's weights at ``version``."""
+    version: Annotated[int, Field(ge=0)]
+    layer_ids: tuple[int, ...] | None = None
+    """Aux layer ids (blocks applied); None takes the EAGLE-3 default (2, n/2, n-3)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    engine_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which the engine that recorded the logprobs computed; float32 allows a sharper proof."""
+    sample_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of rollouts to keep."""
+    max_tokens: Annotated[int, Field(ge=8)] = 512
+    """Rows per window at most."""
+    seed: int = 0
+    writer_id: str = "draftlake-collect"
+
+
+def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
+    """Run the target over sampled rollouts and commit their windows.
+
+    Both authenticity proofs are on: the aux probe before the first window, logprob agreement
+    for every window. Running it again commits nothing twice.
+
+    Raises:
+        InputError: a file is missing, or the target is not the lake's.
+        ProofFailedError: the tap does not read what it claims to read.
+    """
+    lake = Lake.open(spec.lake)
+    folder = Path(spec.target)
+    paths = _existing(spec.rollouts)
+    record, head = register_version(lake, folder, TargetVersion(spec.version))
+    entries = [entry for path in paths for entry in read_rollouts(path)]
+    with ctx.progress.bar(f"collect {record.version}", total=len(entries)) as advance:
+        return collect_rollouts(
+            lake,
+            entries,
+            model=load_target(folder),
+            head=head,
+            record=record,
+            layer_ids=spec.layer_ids or default_layer_ids(lake.target.num_layers),
+            dtype=FeatureDtype(spec.dtype),
+            policy=_policy(spec),
+            writer_id=spec.writer_id,
+            tolerance=LogprobTolerance.for_compute_dtype(FeatureDtype(spec.engine_dtype)),
+            progress=_advance_by(advance),
+        )
+
+
+def _advance_by(advance: Advance) -> Callable[[CollectReport], None]:
+    """Turn running reports into steps of a bar."""
+    shown = 0
+
+    def report(so_far: CollectReport) -> None:
+        nonlocal shown
+        advance(so_far.accounted - shown)
+        shown = so_far.accounted
+
+    return report
+
+
+class CollectPlan(Spec):
+    """What a collection would write, known before the target is loaded."""
+
+    rollouts: int
+    refused: dict[str, int]
+    """Lines that cannot be read as rollouts, by reason."""
+    other_version: int
+    """Readable rollouts that name no version or another one; they would be quarantined."""
+    windows: int
+    tokens: int
+    nbytes: int
+
+
+def plan_collect(spec: CollectSpec) -> CollectPlan:
+    """Count what :func:`collect` would keep; loads no model and writes nothing.
+
+    Raises:
+        InputError: the lake or a file is missing.
+    """
+    lake = Lake.open(spec.lake)
+    layer_ids = spec.layer_ids or default_layer_ids(lake.target.num_layers)
+    version = TargetVersion(spec.version)
+    entries = [e for path in _existing(spec.rollouts) for e in read_rollouts(path)]
+    readable = [e for e in entries if isinstance(e, Rollout)]
+    ours = [r for r in readable if r.version == spec.version]
+    policy = _policy(spec)
+    spans = [span for r in ours for span in policy.plan(r, version)]
+    tokens = sum(span.num_rows for span in spans)
+    row_bytes = (len(layer_ids) + 1) * lake.target.hidden_size * FeatureDtype(spec.dtype).itemsize
+    return CollectPlan(
+        rollouts=len(readable),
+        refused=dict(Counter(str(e.reason) for e in entries if not isinstance(e, Rollout))),
+        other_version=len(readable) - len(ours),
+        windows=len(spans),
+        tokens=tokens,
+        nbytes=tokens * row_bytes,
+    )
+
+
+def _policy(spec: CollectSpec) -> SamplingPolicy:
+    return SamplingPolicy(sample_rate=spec.sample_rate, max_tokens=spec.max_tokens, seed=spec.seed)
+
+
+def register_version(lake: Lake, folder: Path, version: TargetVersion) -> tuple[VersionRecord, Any]:
+    """Store the head of the weights in ``folder`` and register them as ``version``.
+
+    Raises:
+        TargetMismatchError: another architecture, size or tokenizer than the lake's target.
+        VersionConflictError: the number is taken by other weights.
+    """
+    found = describe_target(folder, lake.target.target_id)
+    if found != lake.target:
+        names = [f for f in found.__dataclass_fields__ if getattr(found, f) != getattr(lake.target, f)]
+        raise TargetMismatchError(
+            f"{folder} is not the target of {lake.url}: "
+            + "; ".join(f"{n} is {getattr(found, n)}, expected {getattr(lake.target, n)}" for n in names)
+            + ". Point --target at this lake's target, or create another lake with: draftlake init"
+        )
+    head = head_from_checkpoint(folder)
+    record = VersionRecord(
+        version=version,
+        target_id=found.target_id,
+        config_digest=found.config_digest,
+        tokenizer_digest=found.tokenizer_digest,
+        hidden_size=found.hidden_size,
+        vocab_size=found.vocab_size,
+        head_id=lake.put_head(head),
+        weights_digest=weights_digest(folder),
+    )
+    return lake.register_version(record), head
+
+
+def load_target(folder: Path) -> Any:
+    """The target as a transformers module, float32, eval mode, nothing fetched from a hub."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def _existing(paths: tuple[str, ...]) -> list[Path]:
+    missing = [p for p in paths if not Path(p).is_file()]
+    if missing or not paths:
+        raise InputError(
+            f"no such rollout file: {', '.join(missing) or '(none given)'}. Name JSONL files that exist."
+        )
+    return [Path(p) for p in paths]

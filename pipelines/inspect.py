@@ -1,0 +1,116 @@
+"""What is in the lake, without fetching a hidden state."""
+
+from dataclasses import asdict
+from typing import Any
+
+from features.catalog import Catalog
+from features.errors import InputError
+from features.lake import Lake
+from features.schema import ReadPlan, SelectionFilter, TargetVersion
+
+
+def newest_version(lake: Lake) -> int:
+    """The newest registered target version.
+
+    Raises:
+        InputError: no version was ever collected.
+    """
+    versions = lake.versions()
+    if not versions:
+        raise InputError(f"{lake.url} holds no target version yet; collect one with: draftlake collect")
+    return max(r.version.number for r in versions)
+
+
+def list_versions(url: str) -> list[dict[str, Any]]:
+    """One row per target version: windows, tokens, bytes, groups, verified windows, head."""
+    import polars as pl
+
+    lake = Lake.open(url)
+    frame = Catalog.load(lake).frame
+    counts = frame.group_by("target_version").agg(
+        pl.len().alias("windows"),
+        pl.col("num_rows").sum().alias("tokens"),
+        pl.col("nbytes").sum().alias("nbytes"),
+        pl.col("group_id").n_unique().alias("groups"),
+        (pl.col("verification") == "verified").sum().alias("verified"),
+        pl.col("acceptance_length").mean().alias("mean_acceptance_length"),
+    )
+    by_version = {row["target_version"]: row for row in counts.to_dicts()}
+    empty = {
+        "windows": 0,
+        "tokens": 0,
+        "nbytes": 0,
+        "groups": 0,
+        "verified": 0,
+        "mean_acceptance_length": None,
+    }
+    return [
+        {"version": r.version.number, "head": r.head_id[:12], **empty, **by_version.get(r.version.number, {})}
+        for r in lake.versions()
+    ]
+
+
+def show_lake(url: str) -> dict[str, Any]:
+    """The lake as a whole: target, revision and totals."""
+    lake = Lake.open(url)
+    catalog = Catalog.load(lake)
+    return {
+        "lake": lake.url,
+        "target": asdict(lake.target),
+        "revision": catalog.revision.digest,
+        "fragments": catalog.revision.num_fragments,
+        "windows": catalog.frame.height,
+        "versions": [r.version.number for r in lake.versions()],
+    }
+
+
+def show_version(url: str, number: int) -> dict[str, Any]:
+    """One version: its record, its fragments and what was collected how.
+
+    Raises:
+        UnknownVersionError: the version was never registered.
+    """
+    lake = Lake.open(url)
+    record = lake.version(TargetVersion(number))
+    frame = Catalog.load(lake).frame.filter(_is_version(number))
+    fragments = (
+        frame.group_by("data_prefix", "writer_id", "layer_ids", "dtype").len("windows").sort("data_prefix")
+    )
+    shown = asdict(record) | {"version": str(record.version)}
+    return {"record": shown, "windows": frame.height, "fragments": fragments.to_dicts()}
+
+
+def show_sample(url: str, sample_id: str) -> list[dict[str, Any]]:
+    """Every window of one rollout.
+
+    Raises:
+        InputError: the lake holds no window of it.
+    """
+    import polars as pl
+
+    frame = Catalog.load(Lake.open(url)).frame.filter(pl.col("sample_id") == sample_id)
+    if frame.is_empty():
+        raise InputError(
+            f"{url} holds no window of sample {sample_id!r}; `draftlake ls --samples` lists them"
+        )
+    return frame.sort("target_version", "start").to_dicts()
+
+
+def list_samples(url: str, number: int | None) -> list[dict[str, Any]]:
+    """Sample ids with version, group, rows and proof outcome."""
+    frame = Catalog.load(Lake.open(url)).frame
+    if number is not None:
+        frame = frame.filter(_is_version(number))
+    columns = ["target_version", "group_id", "sample_id", "start", "num_rows", "verification"]
+    return frame.select(columns).sort(columns[:3]).to_dicts()
+
+
+def explain(url: str, wanted: SelectionFilter) -> ReadPlan:
+    """What a selection would read, before a byte of hidden state moves."""
+    return Catalog.load(Lake.open(url)).explain(wanted)
+
+
+def _is_version(number: int) -> Any:
+    import polars as pl
+
+    return pl.col("target_version") == number

@@ -1,0 +1,253 @@
+"""From candidate to production and back: approve, reject, publish, roll back, status."""
+
+from dataclasses import asdict
+from typing import Any
+
+from features.errors import DraftlakeError, GateRefusedError, InputError
+from features.lake import Lake
+from pipelines.context import RunContext
+from pipelines.hooks import tell_hooks
+from pipelines.inspect import newest_version
+from publish.channels import Action, ArtifactState, Channel, ChannelEntry, rollback_target
+from publish.gates import GateDecision, GateSpec, decide
+from publish.registry import Registry
+from publish.swap import PublishedDraft, plan_swap, serves, swap_draft
+from training.artifact import Document
+
+DEFAULT_GATE = GateSpec()
+_PAUSE_PARTS = ("pause", "load", "verify", "resume", "total")
+
+
+class Verdict(Document):
+    """What was decided about an artifact, and the state it has now."""
+
+    artifact: str
+    decision: str
+    state: str
+    document: str
+    """Evidence id of the decision."""
+
+
+class Publication(Document):
+    """One publish or rollback: what every engine serves now."""
+
+    artifact: str
+    action: str
+    sequence: int
+    lag: int
+    """Newest version in the lake minus newest version trained on."""
+    engines: dict[str, str]
+    """Outcome by engine: ``swapped`` or ``already_current``."""
+    seconds: dict[str, float]
+    """Longest pause over the engines, by parts."""
+
+
+def open_registry(url: str) -> tuple[Lake, Registry]:
+    """The lake and the registry beside it."""
+    lake = Lake.open(url)
+    return lake, Registry(lake.store, lake.target.target_id)
+
+
+def gate(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
+    """Judge an artifact's evaluations and file the verdict as evidence: a passing one, else the last.
+
+    Raises:
+        GateRefusedError: nothing was measured yet.
+    """
+    lake, registry = open_registry(url)
+    digest = registry.resolve(digest)
+    reports = registry.evaluations(digest)
+    if not reports:
+        raise GateRefusedError(
+            f"{digest[:12]} has no evaluation: nothing was measured. Run: draftlake eval {digest[:12]} --lake {url}"
+        )
+    newest = newest_version(lake)
+    decisions = [decide(report, spec, newest_version=newest) for report in reports]
+    chosen = next((d for d in decisions if d.passed), decisions[-1])
+    registry.add_evidence(digest, chosen)
+    return chosen
+
+
+def approve(
+    url: str, digest: str, ctx: RunContext, *, reviewer: str, reason: str, force: bool = False
+) -> Verdict:
+    """Approve an artifact whose gate passed; ``force`` overrides the gate and is recorded.
+
+    Raises:
+        GateRefusedError: the gate refused and ``force`` is off.
+    """
+    _, registry = open_registry(url)
+    digest = registry.resolve(digest)
+    if registry.evaluations(digest):
+        gate(url, digest)
+    document = registry.approve(digest, reviewer=reviewer, reason=reason, at=ctx.now(), force=force)
+    return _decided(registry, digest, "approve", document)
+
+
+def reject(url: str, digest: str, ctx: RunContext, *, reviewer: str, reason: str) -> Verdict:
+    """Reject an artifact; it can no longer be published."""
+    _, registry = open_registry(url)
+    digest = registry.resolve(digest)
+    document = registry.reject(digest, reviewer=reviewer, reason=reason, at=ctx.now())
+    return _decided(registry, digest, "reject", document)
+
+
+def _decided(registry: Registry, digest: str, decision: str, document: str) -> Verdict:
+    tell_hooks(digest, decision)
+    return Verdict(artifact=digest, decision=decision, state=registry.state(digest), document=document)
+
+
+def publish(
+    url: str, digest: str, engine_urls: tuple[str, ...], ctx: RunContext, *, by: str, reason: str = "approved"
+) -> Publication:
+    """Swap an approved draft into every engine, verify, then move the production channel.
+
+    Publishing the production draft again re-asserts it on engines that lost it.
+
+    Raises:
+        GateRefusedError: the artifact is not approved.
+        EngineError: the swap failed; the previous draft was put back.
+    """
+    _, registry = open_registry(url)
+    digest = registry.resolve(digest)
+    state = registry.state(digest)
+    if state not in (ArtifactState.APPROVED, ArtifactState.PRODUCTION):
+        raise GateRefusedError(
+            f"{digest[:12]} is {state}, expected approved. Evaluate and approve it first: "
+            f"draftlake eval {digest[:12]}, then draftlake approve {digest[:12]}"
+        )
+    return _move(url, digest, engine_urls, ctx, action="publish", by=by, reason=reason)
+
+
+def rollback(
+    url: str, method: str, engine_urls: tuple[str, ...], ctx: RunContext, *, by: str, reason: str
+) -> Publication:
+    """Put the previous production draft back on every engine and on the channel.
+
+    Raises:
+        InputError: there is no earlier production draft.
+    """
+    _, registry = open_registry(url)
+    return _move(
+        url, _previous(registry, url, method), engine_urls, ctx, action="rollback", by=by, reason=reason
+    )
+
+
+def plan_publish(url: str, digest: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
+    """Which engines a publish would swap; asks them for their state and changes nothing."""
+    _, registry = open_registry(url)
+    digest = registry.resolve(digest)
+    return _plan(registry, digest, engine_urls, ctx)
+
+
+def plan_rollback(url: str, method: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
+    """Which draft a rollback would put back, and where."""
+    _, registry = open_registry(url)
+    return _plan(registry, _previous(registry, url, method), engine_urls, ctx)
+
+
+def _plan(registry: Registry, digest: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
+    artifact = registry.artifact(digest)
+    states = [ctx.open_engine(url).state() for url in engine_urls]
+    plan = plan_swap({s.engine: s for s in states}, artifact)
+    return {"artifact": digest, "state": registry.state(digest), **asdict(plan)}
+
+
+def _previous(registry: Registry, url: str, method: str) -> str:
+    entry = rollback_target(registry.channel(method).history())
+    if entry is None:
+        raise InputError(f"{url}: the production channel of {method} has no earlier draft to go back to")
+    return entry.artifact
+
+
+def bootstrap(url: str, digest: str, ctx: RunContext, *, by: str) -> None:
+    """Record the draft that engines were started with as the first production draft."""
+    _, registry = open_registry(url)
+    reason = "the draft that the engines were started with"
+    registry.approve(digest, reviewer=by, reason=reason, at=ctx.now(), force=True)
+    channel = registry.channel(registry.manifest(digest).method)
+    channel.advance(expected_seq=0, artifact=digest, action="publish", reason=reason, by=by, at=ctx.now())
+
+
+def status(url: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
+    """Production by method, and what each engine really serves."""
+    lake, registry = open_registry(url)
+    methods = sorted({registry.manifest(digest).method for digest in registry.digests()})
+    production = {m: head.artifact for m in methods if (head := registry.channel(m).head())}
+    rows = []
+    for engine_url in engine_urls:
+        state = ctx.open_engine(engine_url).state()
+        wanted = production.get(state.method)
+        same = wanted is not None and serves(state, registry.artifact(wanted))
+        rows.append(asdict(state) | {"serves_production": same})
+    versions = [r.version.number for r in lake.versions()]
+    return {
+        "lake": url,
+        "newest_version": max(versions, default=None),
+        "production": production,
+        "engines": rows,
+    }
+
+
+def _move(
+    url: str,
+    digest: str,
+    engine_urls: tuple[str, ...],
+    ctx: RunContext,
+    *,
+    action: Action,
+    by: str,
+    reason: str,
+) -> Publication:
+    lake, registry = open_registry(url)
+    if not engine_urls:
+        raise InputError("no engine given: name at least one with --engine http://HOST:PORT")
+    artifact = registry.artifact(digest)
+    channel = registry.channel(artifact.manifest.method)
+    head = channel.head()
+    if head is None or head.artifact != digest:
+        channel.check(digest, action)
+    engines = tuple(ctx.open_engine(u) for u in engine_urls)
+    ctx.progress.say(f"{action} {digest[:12]} on {len(engines)} engine(s)")
+    previous = PublishedDraft(head.artifact, registry.artifact_uri(head.artifact)) if head else None
+    report = swap_draft(engines, artifact, registry.artifact_uri(digest), previous)
+    report.require_success()
+    try:
+        sequence = _advance(channel, head, digest, action=action, by=by, reason=reason, ctx=ctx)
+    except DraftlakeError:
+        if previous is not None:
+            swap_draft(engines, registry.artifact(previous.digest), previous.uri).require_success()
+        raise
+    publication = Publication(
+        artifact=digest,
+        action=action,
+        sequence=sequence,
+        lag=newest_version(lake) - max(artifact.manifest.versions),
+        engines={o.engine: o.outcome for o in report.outcomes},
+        seconds={name: max(o.seconds.get(name, 0.0) for o in report.outcomes) for name in _PAUSE_PARTS},
+    )
+    registry.add_evidence(digest, {"kind": "publication", **publication.model_dump(mode="json")})
+    return publication
+
+
+def _advance(
+    channel: Channel,
+    head: ChannelEntry | None,
+    digest: str,
+    *,
+    action: Action,
+    by: str,
+    reason: str,
+    ctx: RunContext,
+) -> int:
+    if head is not None and head.artifact == digest:
+        return head.seq
+    entry = channel.advance(
+        expected_seq=head.seq if head else 0,
+        artifact=digest,
+        action=action,
+        reason=reason,
+        by=by,
+        at=ctx.now(),
+    )
+    return entry.seq

@@ -1,0 +1,242 @@
+"""Offline tau of a draft on held-out groups, alone and against another draft.
+
+``walk`` has the counting, ``bootstrap`` the intervals; this module reads windows, lets the
+draft propose and totals the rounds. Calibration against an engine compares
+:func:`walk_windows` with the engine round by round.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from features.errors import InputError
+from features.windows import Window, WindowMeta
+from training.artifact import DraftArtifact, EvalReport, TauEstimate, TauMode, load_artifact
+from training.batches import plan_batches
+from training.bootstrap import bootstrap_tau, paired_gain
+from training.methods import DRAFT_METHODS, DraftMethod
+from training.reader import DEFAULT_CACHE_BYTES, WindowReader
+from training.setup import check_layers, check_target
+from training.walk import Round, WalkCounts, decoded_spans, walk
+
+if TYPE_CHECKING:
+    from features.catalog import Selection
+    from features.lake import Lake
+
+__all__ = [
+    "Round",
+    "WalkCounts",
+    "WalkedWindow",
+    "bootstrap_tau",
+    "evaluate_draft",
+    "paired_gain",
+    "walk",
+    "walk_windows",
+]
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_DOMAIN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedWindow:
+    """Rounds of one whole sequence."""
+
+    meta: WindowMeta
+    rounds: tuple[Round, ...]
+
+
+def evaluate_draft(
+    lake: "Lake",
+    selection: "Selection",
+    draft_folder: Path,
+    *,
+    k: int,
+    mode: TauMode,
+    baseline_folder: Path | None = None,
+    seed: int = 0,
+    batch_tokens: int = 8192,
+    device: torch.device | str = "cpu",
+    methods: Mapping[str, DraftMethod] = DRAFT_METHODS,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+) -> EvalReport:
+    """Estimate tau of a draft, and its gain over a baseline on the same windows.
+
+    Args:
+        k: draft tokens per round, the engine's ``num_speculative_tokens``.
+        mode: ``greedy`` walks rollouts of temperature 0, ``sampled-onehot`` those above it.
+
+    Raises:
+        EmptySelectionError: nothing is selected.
+        InputError: no window can be walked in this mode, with the reasons counted.
+        TargetMismatchError, DraftLayoutError: a draft does not fit the lake's target or features.
+    """
+    selection.require_nonempty()
+    reader = WindowReader(lake, selection.rows, device=device, cache_bytes=cache_bytes)
+    skipped: Counter[str] = Counter()
+    usable = _usable_windows(selection.rows, reader, mode, skipped)
+    if not usable:
+        raise InputError(
+            f"none of {len(selection.rows)} windows can be walked in mode {mode!r}: {dict(skipped)}"
+        )
+    walks, artifacts = [], []
+    for folder in [draft_folder] if baseline_folder is None else [draft_folder, baseline_folder]:
+        artifact = load_artifact(folder)
+        check_target(artifact, lake.target, where=str(folder))
+        check_layers(selection.rows, artifact.manifest.layer_ids)
+        method = _method_of(artifact, folder, methods)
+        model = method.load(folder).to(device).eval()
+        walked = walk_windows(
+            reader,
+            usable,
+            method,
+            model,
+            layer_ids=artifact.manifest.layer_ids,
+            k=k,
+            batch_tokens=batch_tokens,
+        )
+        walks.append(list(walked))
+        artifacts.append(artifact)
+    temperatures = {walked.meta.temperature for walked in walks[0]}
+    report = EvalReport(
+        artifact=artifacts[0].digest,
+        lake_revision=selection.revision.digest,
+        selection_digest=selection.digest,
+        head_version=max(walked.meta.version.number for walked in walks[0]),
+        mode=mode,
+        num_speculative_tokens=k,
+        temperature=temperatures.pop() if len(temperatures) == 1 else None,
+        overall=_estimate(walks[0], k, seed),
+        by_version={v: _estimate(part, k, seed) for v, part in _split(walks[0], lambda m: m.version.number)},
+        by_domain={
+            d: _estimate(part, k, seed) for d, part in _split(walks[0], lambda m: m.domain or UNKNOWN_DOMAIN)
+        },
+        skipped=dict(skipped),
+    )
+    return (
+        report
+        if len(walks) == 1
+        else _with_baseline(report, walks[0], walks[1], artifacts[1].digest, k, seed)
+    )
+
+
+def _with_baseline(
+    report: EvalReport,
+    walked: Sequence[WalkedWindow],
+    baseline: Sequence[WalkedWindow],
+    digest: str,
+    k: int,
+    seed: int,
+) -> EvalReport:
+    groups = sorted({w.meta.group_id for w in walked})
+    gain = paired_gain(*_group_sums(walked, groups), *_group_sums(baseline, groups), k=k, seed=seed)
+    return report.model_copy(
+        update={"baseline": digest, "baseline_overall": _estimate(baseline, k, seed), "gain": gain}
+    )
+
+
+def _method_of(artifact: DraftArtifact, folder: Path, methods: Mapping[str, DraftMethod]) -> DraftMethod:
+    name = artifact.manifest.method
+    if name not in methods:
+        raise InputError(f"{folder} is a {name!r} draft; known methods: {', '.join(sorted(methods))}")
+    return methods[name]
+
+
+def _usable_windows(
+    rows: Sequence[Mapping[str, Any]], reader: WindowReader, mode: TauMode, skipped: Counter[str]
+) -> list[int]:
+    """Indices of windows that can be walked; the others are counted by reason."""
+    if mode == "sampled-prob":
+        raise InputError("mode 'sampled-prob' is not offered: engines draft by argmax; use 'sampled-onehot'")
+    usable = []
+    for index, row in enumerate(rows):
+        reason = _skip_row(row, mode)
+        if reason is None:
+            finite = reader.finite([index], skipped)
+            if not finite:
+                continue
+            if finite[0].sampled_mask[0]:
+                reason = "no_prompt"
+        if reason is None:
+            usable.append(index)
+        else:
+            skipped[reason] += 1
+    return usable
+
+
+def _skip_row(row: Mapping[str, Any], mode: TauMode) -> str | None:
+    if row["start"] != 0 or row["num_rows"] != row["sequence_length"]:
+        return "not_a_whole_sequence"
+    if row["num_sampled"] == 0:
+        return "no_sampled_token"
+    if row["temperature"] is None:
+        return "temperature_unknown"
+    if (row["temperature"] == 0) != (mode == "greedy"):
+        return "not_greedy" if mode == "greedy" else "not_sampled"
+    return None
+
+
+def walk_windows(
+    reader: WindowReader,
+    indices: Sequence[int],
+    method: DraftMethod,
+    model: torch.nn.Module,
+    *,
+    layer_ids: Sequence[int],
+    k: int,
+    batch_tokens: int = 8192,
+) -> Iterator[WalkedWindow]:
+    """Walk whole-sequence windows, in batches of similar length."""
+    lengths = [reader.window(i).num_rows for i in indices]
+    for members in plan_batches(lengths, batch_tokens=batch_tokens, seed=0, epoch=0):
+        windows = [reader.window(indices[i]) for i in members]
+        batch = reader.batch(windows, layer_ids=layer_ids)
+        with torch.no_grad():
+            proposals = method.propose(model, batch, k).cpu().numpy()
+        for window, rows in zip(windows, proposals, strict=True):
+            yield WalkedWindow(window.meta, tuple(walk_window(window, rows, k)))
+
+
+def walk_window(window: Window, proposals: NDArray[np.int64], k: int) -> list[Round]:
+    """Rounds of every request in a whole-sequence window; ``proposals`` is ``[>= num_rows, k]``."""
+    tokens = window.token_ids[:-1]
+    spans = decoded_spans(window.sampled_mask[:-1])
+    return [r for first, last in spans for r in walk(tokens, proposals, first=first, last=last, k=k)]
+
+
+def _split(walked: Sequence[WalkedWindow], key: Any) -> list[tuple[Any, list[WalkedWindow]]]:
+    parts: dict[Any, list[WalkedWindow]] = {}
+    for window in walked:
+        parts.setdefault(key(window.meta), []).append(window)
+    return sorted(parts.items())
+
+
+def _group_sums(
+    walked: Sequence[WalkedWindow], groups: Sequence[str]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rounds and accepted tokens of each group, in the order of ``groups``."""
+    place = {group: i for i, group in enumerate(groups)}
+    sums = np.zeros((2, len(groups)), np.int64)
+    for window in walked:
+        sums[:, place[window.meta.group_id]] += (len(window.rounds), sum(r.accepted for r in window.rounds))
+    return sums[0], sums[1]
+
+
+def _estimate(walked: Sequence[WalkedWindow], k: int, seed: int) -> TauEstimate:
+    counts = WalkCounts.of([r for window in walked for r in window.rounds], k)
+    groups = sorted({w.meta.group_id for w in walked})
+    return TauEstimate(
+        tau=bootstrap_tau(*_group_sums(walked, groups), k=k, seed=seed),
+        rounds=counts.rounds,
+        accepted=counts.accepted,
+        accepted_per_position=counts.per_position,
+        groups=len(groups),
+    )
