@@ -11,6 +11,7 @@ concurrency limit only saves work.
 
 import logging
 import os
+from pathlib import Path
 from typing import Any, assert_never
 
 from prefect import State, flow, task
@@ -45,14 +46,20 @@ def lake_of(lake: str | None) -> str:
     """The lake named by the run, else by the worker's environment.
 
     Raises:
-        InputError: neither names one.
+        InputError: neither names one, or it is a path that means something only in your folder.
     """
-    if found := lake or os.environ.get(LAKE_VARIABLE):
-        return found
-    raise InputError(
-        f"no lake: the run has no parameter 'lake' and the worker's environment no {LAKE_VARIABLE}. "
-        f"Pass -p lake=PATH_OR_URL, or start the worker with: draftlake flows up --lake PATH_OR_URL"
-    )
+    found = lake or os.environ.get(LAKE_VARIABLE)
+    if not found:
+        raise InputError(
+            f"no lake: the run has no parameter 'lake' and the worker's environment no {LAKE_VARIABLE}. "
+            f"Pass -p lake=PATH_OR_URL, or start the worker with: draftlake flows up --lake PATH_OR_URL"
+        )
+    if "://" not in found and not Path(found).is_absolute():
+        raise InputError(
+            f"lake {found!r} is a relative path, and a run does not start in your folder. "
+            f"Give an absolute path or a URL: -p lake=$PWD/{found}"
+        )
+    return found
 
 
 # Results are persisted per run, as JSON (digests and counts): a retry of a run takes the pin, and

@@ -5,11 +5,17 @@ Where to go:
 - ``spec``        what a training run is told
 - ``methods``     the draft methods; ``DRAFT_METHODS`` is the one table
 - ``vocab``       draft vocabulary maps (``d2t`` offsets, ``t2d`` masks)
-- ``losses``      teacher distributions and reference losses
-- ``batches``     windows to tensors
+- ``heads``       a version's frozen head and embedding as tensors
+- ``losses``      teacher distributions, losses, and sums that add up over processes
+- ``reader``      windows and heads of a selection, kept in memory between epochs
+- ``batches``     windows to tensors, and the plan of an epoch
+- ``setup``       what is settled before the first step: layers, vocabulary map, parent
 - ``loop``        the training loop
-- ``evaluate``    the only tau code: walks, paired bootstrap
+- ``export``      writing a draft folder, whole or not at all
+- ``evaluate``    the only tau code, with ``walk`` (rounds) and ``bootstrap`` (intervals)
 - ``drift``       how far the target moved
 - ``artifact``    a draft on disk, its digest and its evidence (torch-free)
-- ``provenance``  package versions and seeds
+- ``provenance``  package versions
+- ``numerics``    deterministic kernels for the length of a run
+- ``testing``     a toy target and an in-memory lake for tests
 """

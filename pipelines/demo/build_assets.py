@@ -29,10 +29,11 @@ from training.spec import Eagle3Spec, TrainSpec
 log = logging.getLogger(__name__)
 
 DRAFT_VOCAB_SIZE = 768
-GROUPS_PER_DOMAIN = 320
+GROUPS_PER_DOMAIN = 1000
 FIRST_DRAFT = TrainSpec(
     method=Eagle3Spec(draft_vocab_size=DRAFT_VOCAB_SIZE, ttt_steps=4),
-    epochs=10,
+    epochs=14,
+    batch_tokens=512,
     learning_rate=2e-3,
     save_dtype="float32",
 )

@@ -1,7 +1,9 @@
 """What is done to, and measured on, the running engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ from numpy.typing import NDArray
 
 from features.collect.rollouts import Rollout
 from features.errors import EngineError
+from features.storage import Store
 from pipelines.demo.prompts import Prompt
-from pipelines.demo.spec import RolloutSpec
+from pipelines.demo.spec import TARGET_ID, RolloutSpec
 from pipelines.progress import Advance
-from publish.engines import AcceptanceCounters, GeneratedSequence
+from publish.engines import GeneratedSequence
+from publish.telemetry import AcceptanceInterval, measure_interval, write_telemetry
 from publish.vllm_client import VllmEngine
 
 
@@ -36,6 +40,28 @@ class LiveAcceptance:
         return 1 + sum(self.accepted) / sum(self.drafts)
 
 
+@contextmanager
+def recorded(
+    engine: VllmEngine, store: Store, now: Callable[[], datetime], *, version: int, label: str
+) -> Iterator[list[AcceptanceInterval]]:
+    """Store what the engine's counters say of the enclosed work, as telemetry; the list then holds it."""
+    state, before, started = engine.state(), engine.counters(), now()
+    found: list[AcceptanceInterval] = []
+    yield found
+    interval = measure_interval(
+        before,
+        engine.counters(),
+        state=state,
+        target_id=TARGET_ID,
+        target_version=version,
+        started_at=started,
+        ended_at=now(),
+        label=label,
+    )
+    write_telemetry(store, [interval])
+    found.append(interval)
+
+
 def move_engine(engine: VllmEngine, folder: Path, version: int) -> None:
     """Give the engine the next target weights, as an RL trainer would; the draft must not move.
 
@@ -56,10 +82,9 @@ def move_engine(engine: VllmEngine, folder: Path, version: int) -> None:
 
 def sample_rollouts(
     engine: VllmEngine, prompts: Sequence[Prompt], spec: RolloutSpec, *, seed: int, domain: str
-) -> tuple[list[Rollout], AcceptanceCounters]:
-    """Sample every prompt ``samples_per_group`` times; also the acceptance over all of them."""
+) -> list[Rollout]:
+    """Sample every prompt ``samples_per_group`` times."""
     repeated = [p for p in prompts for _ in range(spec.samples_per_group)]
-    before = engine.counters()
     sequences = engine.generate(
         [p.token_ids for p in repeated],
         max_tokens=spec.max_tokens,
@@ -68,13 +93,11 @@ def sample_rollouts(
         logprobs=True,
         ignore_eos=True,
     )
-    counted = engine.counters() - before
     pairs = zip(repeated, sequences, strict=True)
-    rollouts = [
+    return [
         as_rollout(p, s, sample=i % spec.samples_per_group, temperature=spec.temperature, domain=domain)
         for i, (p, s) in enumerate(pairs)
     ]
-    return rollouts, counted
 
 
 def as_rollout(

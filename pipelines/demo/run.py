@@ -14,6 +14,7 @@ from features.collect.rollouts import Rollout, write_rollouts
 from features.errors import InputError
 from features.lake import Lake
 from features.schema import Split
+from features.storage import Store
 from pipelines import promote
 from pipelines.collect import CollectSpec, collect, load_target
 from pipelines.context import RunContext
@@ -25,6 +26,7 @@ from pipelines.demo.live import (
     is_greedy_without_draft,
     measure_acceptance,
     move_engine,
+    recorded,
     sample_rollouts,
 )
 from pipelines.demo.prompts import Prompt, fresh_prompts, group_prompts
@@ -60,6 +62,10 @@ class _Story:
     @property
     def lake(self) -> str:
         return str(self.out / "lake")
+
+    @property
+    def store(self) -> Store:
+        return Lake.open(self.lake).store
 
     @property
     def targets(self) -> Path:
@@ -145,12 +151,15 @@ def _live_through_history(story: _Story, engine: VllmEngine, target: MovingTarge
             engine.set_target_version("0")
         else:
             move_engine(engine, folder, version)
-        rollouts, counted = sample_rollouts(
-            engine, prompts, spec.rollouts, seed=spec.seed + 1000 * version, domain="prose"
-        )
-        story.tau_by_version[version] = counted.tau
+        with recorded(engine, story.store, story.ctx.now, version=version, label="rollouts") as interval:
+            rollouts = sample_rollouts(
+                engine, prompts, spec.rollouts, seed=spec.seed + 1000 * version, domain="prose"
+            )
+        story.tau_by_version[version] = interval[0].tau
         _collect(story, rollouts, folder, version, name="rollouts")
-        story.ctx.progress.say(f"v{version}: {len(rollouts)} rollouts, acceptance length {counted.tau:.2f}")
+        story.ctx.progress.say(
+            f"v{version}: {len(rollouts)} rollouts, acceptance length {interval[0].tau:.2f}"
+        )
 
 
 def _collect(story: _Story, rollouts: list[Rollout], folder: Path, version: int, *, name: str) -> None:
@@ -246,8 +255,11 @@ def _swap_and_measure(
 
 
 def _measure(story: _Story, engine: VllmEngine, prompts: list[Prompt], label: str) -> LiveAcceptance:
-    spec = story.spec
-    with story.ctx.progress.bar(label, total=len(prompts)) as advance:
+    spec, version = story.spec, story.spec.history.last_version
+    with (
+        story.ctx.progress.bar(label, total=len(prompts)) as advance,
+        recorded(engine, story.store, story.ctx.now, version=version, label=label),
+    ):
         return measure_acceptance(
             engine, prompts, spec.rollouts, samples=spec.fresh_samples, seed=spec.seed + 77, advance=advance
         )

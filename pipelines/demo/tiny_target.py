@@ -101,7 +101,7 @@ def held_out_loss(model: torch.nn.Module, stream: NDArray[np.int64], *, length: 
     return float(np.mean([causal_lm_loss(model, part).item() for part in spans.split(16)]))
 
 
-def pretrain(spec: PretrainSpec, streams: dict[str, NDArray[np.int64]]) -> torch.nn.Module:
+def pretrain(spec: PretrainSpec, streams: dict[str, NDArray[np.int64]]) -> Any:
     """Train the target from scratch (AdamW, cosine decay) on one CPU thread."""
     from transformers import LlamaForCausalLM
 

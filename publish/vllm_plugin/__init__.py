@@ -6,6 +6,7 @@ in each worker before it loads a model, which registers the backend. Nothing hea
 before that attribute is read, so that tools outside the engine can use ``compat``'s table.
 
 - ``compat``        every vLLM internal this package touches, with the releases it was run on
+- ``cpu_sampling``  repairs sampled speculation in vLLM's CPU build, which is wrong as released
 - ``fingerprints``  live parameters in checkpoint form, their digests and who owns them
 - ``layout``        does a candidate fit the live draft? Pure checks with every reason
 - ``checkpoint``    fetch an artifact from an allowed root, check it, hold it in host memory

@@ -14,6 +14,7 @@ from typing import Any
 from publish.vllm_plugin.backend import DraftlakeBackend, register
 from publish.vllm_plugin.checkpoint import stage
 from publish.vllm_plugin.compat import draft_model, installed_release, keep_cpu_weights, target_model
+from publish.vllm_plugin.cpu_sampling import repair_cpu_sampling
 from publish.vllm_plugin.errors import EngineRefusedError, PluginError
 from publish.vllm_plugin.fingerprints import checkpoint_views, digests_of, fingerprint, owned_and_aliased
 from publish.vllm_plugin.layout import LiveLayout
@@ -21,9 +22,10 @@ from publish.vllm_plugin.roots import allowed_roots
 
 logger = logging.getLogger(__name__)
 
-# vLLM resolves the extension class before it loads a model: the moment for both.
+# vLLM resolves the extension class before it loads a model: the moment for all three.
 register()
 keep_cpu_weights()
+repair_cpu_sampling()
 
 
 class Tasks:

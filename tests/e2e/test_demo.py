@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from features.collect.rollouts import Rollout, read_rollouts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,6 +42,26 @@ def test_offline_tau_agrees_with_the_engine_within_five_percent(demo: Any) -> No
 def test_every_window_was_verified_and_nothing_was_refused(demo: Any) -> None:
     assert demo.result["quarantined"] == {}
     assert demo.result["verified_windows"] > 500
+
+
+def test_rollouts_follow_the_targets_distribution_at_their_temperature(demo: Any) -> None:
+    """Summed logprob of sampled tokens against its mean and spread under the target (a z-score).
+
+    The terms are a martingale difference sequence, so the sum is normal in the limit; 5 standard
+    deviations leave room for one chance in a million.
+    """
+    deviation, variance = 0.0, 0.0
+    model = AutoModelForCausalLM.from_pretrained(demo.out / "target" / "v0", dtype=torch.float32)
+    for rollout in read_rollouts(demo.out / "rollouts" / "rollouts-v0.jsonl"):
+        assert isinstance(rollout, Rollout)
+        ids = torch.tensor([rollout.token_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, rollout.prompt_length - 1 : -1].double()
+        raw, sampled = logits.log_softmax(-1), (logits / rollout.temperature).softmax(-1)
+        mean = (sampled * raw).sum(-1)
+        deviation += float((raw.gather(1, ids[0, rollout.prompt_length :, None])[:, 0] - mean).sum())
+        variance += float(((sampled * raw**2).sum(-1) - mean**2).sum())
+    assert abs(deviation) < 5 * variance**0.5
 
 
 def test_stdout_of_json_is_one_object_and_the_picture_exists(demo: Any) -> None:

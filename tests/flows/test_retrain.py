@@ -33,8 +33,8 @@ def grow(lake: Lake) -> None:
 
 def pinned_to(lake: str = "/lake", **fields: Any) -> Pinned:
     values = {
-        "lake": lake, "lake_revision": "r" * 64, "parent": None, "newest_version": 1, "windows": 2, "tokens": 10, "nbytes": 2**20,
-        "versions": (0, 1), "heads_missing": (), "summary": "2 windows",
+        "lake": lake, "lake_revision": "r" * 64, "parent": None, "newest_version": 1, "windows": 2,
+        "tokens": 10, "nbytes": 2**20, "versions": (0, 1), "heads_missing": (), "summary": "2 windows",
     }  # fmt: skip
     return Pinned.model_validate(values | fields)
 
@@ -197,6 +197,11 @@ def test_a_run_without_any_lake_names_the_parameter_and_the_variable(monkeypatch
     monkeypatch.delenv("DRAFTLAKE_LAKE", raising=False)
     with pytest.raises(InputError, match=r"-p lake=.*flows up --lake"):
         retrain.lake_of(None)
+
+
+def test_a_relative_lake_is_refused_since_a_run_starts_elsewhere() -> None:
+    with pytest.raises(InputError, match=r"-p lake=\$PWD/demo/lake"):
+        retrain.lake_of("demo/lake")
 
 
 @pytest.mark.parametrize(("parent", "expected"), [(None, PARENT), ("", None)])
