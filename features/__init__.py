@@ -7,6 +7,7 @@ Where to go:
 - ``storage``     the one place that talks to fsspec; ``create`` is its commit primitive
 - ``target``      what a target's directory says about its identity
 - ``checkpoint``  a Hugging Face checkpoint tensor by tensor, refused when broken
+- ``digests``     how content is named: canonical JSON and tensor digests
 - ``windows``     a window in memory, and its checks
 - ``heads``       head snapshots: from final hidden state to logits
 - ``zarr_layout`` arrays as Zarr v3 shards whose rows are byte ranges; ``zarr_bfloat16`` for zarr-python

@@ -108,11 +108,9 @@ class Catalog:
             first = clash.row(0, named=True)
             raise PlanConflictError(
                 f"sample {first['sample_id']!r} of v{first['target_version']:09d} at position "
-                f"{first['start']} is stored "
-                f"with different tokens by plans {', '.join(first['plan_id'])} ({clash.height} such "
-                f"windows). A sample id "
-                f"names one rollout: collect it under its own id, and narrow the selection to leave this "
-                f"version out."
+                f"{first['start']} is stored with different tokens by plans {', '.join(first['plan_id'])} "
+                f"({clash.height} such windows). A sample id names one rollout: collect it under its own "
+                f"id, and narrow the selection to leave this version out."
             )
         return frame.unique(subset=_SAME_WINDOW, keep="first", maintain_order=True)
 

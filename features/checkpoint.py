@@ -5,7 +5,6 @@ the shard's name: each would leave weights uninitialised or zero in a lenient lo
 are checked against headers before a single value is used.
 """
 
-import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from features.digests import tensor_digest
 from features.errors import CorruptDataError, InputError
 
 SINGLE_FILE = "model.safetensors"
@@ -90,18 +90,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def tensor_digest(dtype: str, shape: tuple[int, ...], data: bytes) -> str:
-    """SHA-256 over canonical JSON ``[dtype, shape]`` and the raw little-endian bytes."""
-    digest = hashlib.sha256(canonical_json([dtype, list(shape)]))
-    digest.update(data)
-    return digest.hexdigest()
-
-
-def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values give equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-
-
 def _indexed_entries(folder: Path, index_path: Path) -> dict[str, _Entry]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
@@ -142,8 +130,7 @@ def _shard_entries(path: Path) -> dict[str, _Entry]:
         if header_size > _MAX_HEADER or 8 + header_size > size:
             raise CorruptDataError(
                 f"{path} ({size:,} bytes) is no complete safetensors file: it does not begin with a header "
-                f"that fits. "
-                f"It may be a git-lfs pointer, an HTML page or cut short; copy the file itself."
+                f"that fits. It may be a git-lfs pointer, an HTML page or cut short; copy the file itself."
             )
         raw_header = file.read(header_size)
     base = 8 + header_size

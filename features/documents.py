@@ -80,8 +80,7 @@ def require_same_target(
     if wrong:
         raise TargetMismatchError(
             f"this is not the target of {where}: {'; '.join(wrong)}. A lake holds versions of one target "
-            f"with one "
-            f"tokenizer; use the right checkpoint, or another lake."
+            f"with one tokenizer; use the right checkpoint, or another lake."
         )
 
 

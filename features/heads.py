@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from features.checkpoint import Checkpoint, RawTensor, canonical_json, open_checkpoint
+from features.checkpoint import Checkpoint, RawTensor, open_checkpoint
+from features.digests import canonical_json
 from features.errors import CorruptDataError, InputError, LakeContractError
 from features.schema import FeatureDtype, HeadId
 from features.target import read_config, text_config

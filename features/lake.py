@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from features.checkpoint import canonical_json
 from features.commits import (
     CODEC,
     CommitName,
@@ -26,6 +25,7 @@ from features.commits import (
     decode_tokens,
     window_meta,
 )
+from features.digests import canonical_json
 from features.documents import decode_lake, decode_version, encode_lake, encode_version, require_same_target
 from features.errors import (
     CorruptDataError,
@@ -194,8 +194,7 @@ class Lake:
         if snapshot.head_id != head_id:
             raise CorruptDataError(
                 f"{self.url}/{path} decodes to head {snapshot.head_id}: its values changed after it was "
-                f"written. "
-                f"Restore the blob from a copy."
+                f"written. Restore the blob from a copy."
             )
         return snapshot
 
@@ -212,8 +211,7 @@ class Lake:
         if not self.has_head(record.head_id):
             raise HeadMissingError(
                 f"{record.version} of {record.target_id!r} names head {record.head_id}, which is not in "
-                f"{self.url}. "
-                f"Put the head before registering the version."
+                f"{self.url}. Put the head before registering the version."
             )
         try:
             self.store.create(version_path(record.version), encode_version(record))
@@ -225,8 +223,8 @@ class Lake:
                 ]
                 raise VersionConflictError(
                     f"{record.version} is registered in {self.url} with other {', '.join(differing)}. A "
-                    f"version "
-                    f"number names one set of weights for ever: collect these under the next free number."
+                    f"version number names one set of weights for ever: collect these under the next free "
+                    f"number."
                 ) from None
         self._records[record.version] = record
         return record
@@ -280,8 +278,8 @@ class Lake:
         if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
             raise LakeContractError(
                 f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
-                f"{row['codec']!r}; "
-                f"this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade draftlake."
+                f"{row['codec']!r}; this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade "
+                f"draftlake."
             )
         layout = FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
         tokens = self._tokens_of(row)
@@ -383,6 +381,5 @@ def _absent(url: str, path: str) -> CorruptDataError:
 def _checksum_error(where: str, row: Mapping[str, Any]) -> CorruptDataError:
     return CorruptDataError(
         f"{where}: stored bytes of sample {row['sample_id']!r} at position {row['start']} do not match the "
-        f"checksum "
-        f"in their commit. Restore the object from a copy, or collect the fragment again."
+        f"checksum in their commit. Restore the object from a copy, or collect the fragment again."
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from features.checkpoint import canonical_json
+from features.digests import canonical_json
 from features.errors import CorruptDataError, EmptySelectionError
 from features.schema import COMMIT_SCHEMA, LakeRevision, ReadPlan, SelectionFilter, Split, VersionRange
 

@@ -61,8 +61,8 @@ class Store(ABC):
                 return S3Store(url, _s3_filesystem(storage_options))
         raise InputError(
             f"cannot keep a lake at {_without_credentials(url)!r}: expected a local path, file://, "
-            f"memory:// or "
-            f"s3://, found protocol {protocol!r}. Only these have a create-only write that is tested here."
+            f"memory:// or s3://, found protocol {protocol!r}. Only these have a create-only write that is "
+            f"tested here."
         )
 
     @property
@@ -101,8 +101,8 @@ class Store(ABC):
         if len(data) != stop - start:
             raise CorruptDataError(
                 f"{self.url}/{path} is too short: expected bytes [{start:,}, {stop:,}), found {len(data):,} "
-                f"of "
-                f"{stop - start:,}. The object was cut; restore it from a copy or collect the fragment again."
+                f"of {stop - start:,}. The object was cut; restore it from a copy or collect the fragment "
+                f"again."
             )
         return data
 
@@ -120,8 +120,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete_prefix(self, prefix: str) -> None:
-        """Delete every object under a folder (``""``: all). For retention; readers and writers never call "
-        "it."""
+        """Delete every object under a folder (``""``: all); readers and writers never call it."""
 
 
 class LocalStore(Store):
@@ -154,8 +153,8 @@ class LocalStore(Store):
             if temporary.exists() and _no_hard_links(error):
                 raise InputError(
                     f"cannot keep a lake at {self.url}: its filesystem has no hard links "
-                    f"({error.strerror}), which "
-                    f"a create-only write needs. Use a folder on another filesystem, or s3://."
+                    f"({error.strerror}), which a create-only write needs. Use a folder on another "
+                    f"filesystem, or s3://."
                 ) from error
             raise
         finally:

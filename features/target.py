@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from features.checkpoint import canonical_json, open_checkpoint
+from features.checkpoint import open_checkpoint
+from features.digests import canonical_json
 from features.errors import InputError
 from features.schema import TargetIdentity
 
@@ -121,8 +122,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             f"no {name} in {folder}: expected a Hugging Face model folder with {CONFIG_FILE} and "
-            f"{TOKENIZER_FILE}. "
-            f"Check the path, or save the tokenizer next to the model."
+            f"{TOKENIZER_FILE}. Check the path, or save the tokenizer next to the model."
         ) from error
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error}); copy it again from its source") from error

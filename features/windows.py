@@ -63,11 +63,6 @@ class Window:
     def stop(self) -> int:
         return self.meta.start + self.num_rows
 
-    @property
-    def is_whole_sequence(self) -> bool:
-        """True when the window starts at 0 and reaches the end: what a tau walk needs."""
-        return self.meta.start == 0 and self.stop == self.meta.sequence_length
-
 
 def check_window(window: Window, *, vocab_size: int) -> None:
     """Refuse a window whose parts do not fit each other.

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from features.checkpoint import canonical_json
 from features.commits import (
     CODEC,
     CommitName,
@@ -24,6 +23,7 @@ from features.commits import (
     encode_tokens,
     meta_fields,
 )
+from features.digests import canonical_json
 from features.errors import (
     CorruptDataError,
     LakeContractError,
@@ -191,8 +191,8 @@ def _checked(lake: Lake, fragment: _Fragment) -> _Fragment:
     if record.head_id != fragment.head_id:
         raise VersionConflictError(
             f"{fragment.version} belongs to head {record.head_id}, the fragment was collected with "
-            f"{fragment.head_id}. "
-            f"Features and head must come from the same weights: collect with that version's checkpoint."
+            f"{fragment.head_id}. Features and head must come from the same weights: collect with that "
+            f"version's checkpoint."
         )
     _check_layout(lake, fragment)
     seen: set[tuple[str, int]] = set()
@@ -200,14 +200,12 @@ def _checked(lake: Lake, fragment: _Fragment) -> _Fragment:
         if window.meta.version != fragment.version:
             raise VersionConflictError(
                 f"sample {window.meta.sample_id!r} is of {window.meta.version}, the fragment of "
-                f"{fragment.version}. "
-                f"A fragment never mixes versions: write one per version."
+                f"{fragment.version}. A fragment never mixes versions: write one per version."
             )
         if window.layout != fragment.layout:
             raise LakeContractError(
                 f"sample {window.meta.sample_id!r} has layout {window.layout}, the fragment "
-                f"{fragment.layout}. "
-                f"Layer ids and dtype belong to the fragment: write one per layout."
+                f"{fragment.layout}. Layer ids and dtype belong to the fragment: write one per layout."
             )
         check_window(window, vocab_size=lake.target.vocab_size)
         key = (window.meta.sample_id, window.meta.start)
@@ -301,10 +299,9 @@ def _judge(
     if not same:
         raise PlanConflictError(
             f"{lake.url}/{name.path} holds {len(rows)} windows of writer {rows[0]['writer_id']!r} with "
-            f"other samples, "
-            f"tokens or masks than the {len(offered)} offered by {fragment.writer_id!r} under the same "
-            f"plan. The stored "
-            f"ones stay. A plan id must name its input: derive it with plan_digest from the source ids."
+            f"other samples, tokens or masks than the {len(offered)} offered by {fragment.writer_id!r} "
+            f"under the same plan. The stored ones stay. A plan id must name its input: derive it with "
+            f"plan_digest from the source ids."
         )
     return fragment.result(name, found_uuid, "duplicate_plan")
 

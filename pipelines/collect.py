@@ -1,5 +1,6 @@
 """Rollouts plus the weights that sampled them, to windows in the lake."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from features.collect.collector import DEFAULT_FRAGMENT_TOKENS
 from features.collect.proofs import LogprobTolerance
 from features.collect.report import CollectReport
 from features.collect.rollouts import Rollout, read_rollouts
 from features.collect.run import collect_rollouts
 from features.collect.sampling import SamplingPolicy
-from features.errors import InputError, TargetMismatchError
-from features.heads import head_from_checkpoint
+from features.errors import InputError, TargetMismatchError, VersionConflictError
+from features.heads import HeadSnapshot, head_from_checkpoint
 from features.lake import Lake
 from features.schema import FeatureDtype, TargetVersion, VersionRecord
 from features.target import default_layer_ids, describe_target, weights_digest
@@ -40,6 +42,8 @@ class CollectSpec(Spec):
     """Share of rollouts to keep."""
     max_tokens: Annotated[int, Field(ge=8)] = 512
     """Rows per window at most."""
+    fragment_tokens: Annotated[int, Field(ge=1)] = DEFAULT_FRAGMENT_TOKENS
+    """Rows at which a fragment is committed: what a crash may lose, and what is held in memory."""
     seed: int = 0
     writer_id: str = "draftlake-collect"
 
@@ -51,13 +55,15 @@ def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
     for every window. Running it again commits nothing twice.
 
     Raises:
-        InputError: a file is missing, or the target is not the lake's.
+        InputError: a file is missing, a layer id does not fit, or the target is not the lake's.
+        VersionConflictError: the version number is taken by other weights.
         ProofFailedError: the tap does not read what it claims to read.
     """
     lake = Lake.open(spec.lake)
     folder = Path(spec.target)
+    layer_ids = _layer_ids(spec, lake)
     paths = _existing(spec.rollouts)
-    record, head = register_version(lake, folder, TargetVersion(spec.version))
+    record, head = describe_version(lake, folder, TargetVersion(spec.version))
     entries = [entry for path in paths for entry in read_rollouts(path)]
     with ctx.progress.bar(f"collect {record.version}", total=len(entries)) as advance:
         return collect_rollouts(
@@ -66,11 +72,12 @@ def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
             model=load_target(folder),
             head=head,
             record=record,
-            layer_ids=spec.layer_ids or default_layer_ids(lake.target.num_layers),
+            layer_ids=layer_ids,
             dtype=FeatureDtype(spec.dtype),
             policy=_policy(spec),
             writer_id=spec.writer_id,
             tolerance=LogprobTolerance.for_compute_dtype(FeatureDtype(spec.engine_dtype)),
+            fragment_tokens=spec.fragment_tokens,
             progress=_advance_by(advance),
         )
 
@@ -101,14 +108,15 @@ class CollectPlan(Spec):
 
 
 def plan_collect(spec: CollectSpec) -> CollectPlan:
-    """Count what :func:`collect` would keep; loads no model and writes nothing.
+    """Count what :func:`collect` would keep; runs no model and writes nothing.
 
     Raises:
-        InputError: the lake or a file is missing.
+        InputError, VersionConflictError: as :func:`collect` would raise them.
     """
     lake = Lake.open(spec.lake)
-    layer_ids = spec.layer_ids or default_layer_ids(lake.target.num_layers)
+    layer_ids = _layer_ids(spec, lake)
     version = TargetVersion(spec.version)
+    describe_version(lake, Path(spec.target), version)
     entries = [e for path in _existing(spec.rollouts) for e in read_rollouts(path)]
     readable = [e for e in entries if isinstance(e, Rollout)]
     ours = [r for r in readable if r.version == spec.version]
@@ -130,10 +138,27 @@ def _policy(spec: CollectSpec) -> SamplingPolicy:
     return SamplingPolicy(sample_rate=spec.sample_rate, max_tokens=spec.max_tokens, seed=spec.seed)
 
 
-def register_version(lake: Lake, folder: Path, version: TargetVersion) -> tuple[VersionRecord, Any]:
-    """Store the head of the weights in ``folder`` and register them as ``version``.
+def _layer_ids(spec: CollectSpec, lake: Lake) -> tuple[int, ...]:
+    """The asked aux layer ids, or the default ones.
 
     Raises:
+        InputError: they are not ascending ids of this target.
+    """
+    num_layers = lake.target.num_layers
+    ids = spec.layer_ids or default_layer_ids(num_layers)
+    if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers:
+        raise InputError(
+            f"layer ids {list(ids)} do not fit a target of {num_layers} blocks: a layer id is the number of "
+            f"blocks applied, so give ascending, distinct ids in [0, {num_layers}]"
+        )
+    return ids
+
+
+def describe_version(lake: Lake, folder: Path, version: TargetVersion) -> tuple[VersionRecord, HeadSnapshot]:
+    """Record and head of the weights in ``folder`` as ``version``; writes nothing.
+
+    Raises:
+        InputError: ``folder`` is no model directory.
         TargetMismatchError: another architecture, size or tokenizer than the lake's target.
         VersionConflictError: the number is taken by other weights.
     """
@@ -146,6 +171,8 @@ def register_version(lake: Lake, folder: Path, version: TargetVersion) -> tuple[
             + ". Point --target at this lake's target, or create another lake with: draftlake init"
         )
     head = head_from_checkpoint(folder)
+    digest = weights_digest(folder)
+    _require_free(lake, version, digest, folder)
     record = VersionRecord(
         version=version,
         target_id=found.target_id,
@@ -153,17 +180,31 @@ def register_version(lake: Lake, folder: Path, version: TargetVersion) -> tuple[
         tokenizer_digest=found.tokenizer_digest,
         hidden_size=found.hidden_size,
         vocab_size=found.vocab_size,
-        head_id=lake.put_head(head),
-        weights_digest=weights_digest(folder),
+        head_id=head.head_id,
+        weights_digest=digest,
     )
-    return lake.register_version(record), head
+    return record, head
+
+
+def _require_free(lake: Lake, version: TargetVersion, digest: str, folder: Path) -> None:
+    """Refuse a number that names other weights, before a head or a window of these is stored."""
+    known = next((r for r in lake.versions() if r.version == version), None)
+    if known is not None and known.weights_digest not in (None, digest):
+        raise VersionConflictError(
+            f"{version} of {lake.url} names weights {str(known.weights_digest)[:12]}, and {folder} holds "
+            f"{digest[:12]}. A version number names one set of weights for ever: give --version the number "
+            f"of these weights"
+        )
 
 
 def load_target(folder: Path) -> Any:
     """The target as a transformers module, float32, eval mode, nothing fetched from a hub."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 

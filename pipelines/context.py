@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from features.errors import InputError
 from pipelines.progress import SILENT, Progress
 from publish.engines import RolloutEngine
 
@@ -14,7 +15,13 @@ def utc_now() -> datetime:
 
 
 def open_vllm_engine(url: str) -> RolloutEngine:
-    """A vLLM server behind ``url``; nothing is sent yet."""
+    """A vLLM server behind ``url``; nothing is sent yet.
+
+    Raises:
+        InputError: ``url`` is no web address.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"{url!r} is no address of an engine: expected --engine http://HOST:PORT")
     from publish.vllm_client import VllmEngine
 
     return VllmEngine(url)

@@ -10,7 +10,7 @@ from features.catalog import Catalog
 from features.lake import Lake
 from features.schema import SelectionFilter, Split, VersionRange
 from pipelines.context import RunContext
-from pipelines.inspect import newest_version
+from pipelines.inspect import newest_version, version_range
 from publish.registry import Registry
 from training.artifact import EvalReport
 from training.spec import Spec
@@ -69,7 +69,7 @@ def evaluation_filter(lake: Lake, job: EvalJob) -> SelectionFilter:
         newest = newest_version(lake)
         versions = VersionRange(newest, newest + 1)
     else:
-        versions = VersionRange(job.first_version, job.stop_version)
+        versions = version_range(job.first_version, job.stop_version)
     return SelectionFilter(
         versions=versions,
         split=job.split,

@@ -6,7 +6,8 @@ from typing import Any
 from features.catalog import Catalog
 from features.errors import InputError
 from features.lake import Lake
-from features.schema import ReadPlan, SelectionFilter, TargetVersion
+from features.quarantine import list_quarantine
+from features.schema import ReadPlan, SelectionFilter, TargetVersion, VersionRange
 
 
 def newest_version(lake: Lake) -> int:
@@ -19,6 +20,20 @@ def newest_version(lake: Lake) -> int:
     if not versions:
         raise InputError(f"{lake.url} holds no target version yet; collect one with: draftlake collect")
     return max(r.version.number for r in versions)
+
+
+def version_range(first: int, stop: int | None) -> VersionRange:
+    """The versions ``[first, stop)``; ``stop=None`` is open.
+
+    Raises:
+        InputError: the range holds no version.
+    """
+    if stop is not None and stop <= first:
+        raise InputError(
+            f"versions [{first}, {stop}) are none at all: the stop version is exclusive, so give "
+            f"--stop-version {first + 1} or more for --first-version {first}"
+        )
+    return VersionRange(first, stop)
 
 
 def list_versions(url: str) -> list[dict[str, Any]]:
@@ -35,7 +50,7 @@ def list_versions(url: str) -> list[dict[str, Any]]:
         (pl.col("verification") == "verified").sum().alias("verified"),
         pl.col("acceptance_length").mean().alias("mean_acceptance_length"),
     )
-    by_version = {row["target_version"]: row for row in counts.to_dicts()}
+    by_version = {row.pop("target_version"): row for row in counts.to_dicts()}
     empty = {
         "windows": 0,
         "tokens": 0,
@@ -76,7 +91,7 @@ def show_version(url: str, number: int) -> dict[str, Any]:
     fragments = (
         frame.group_by("data_prefix", "writer_id", "layer_ids", "dtype").len("windows").sort("data_prefix")
     )
-    shown = asdict(record) | {"version": str(record.version)}
+    shown = asdict(record) | {"version": number}
     return {"record": shown, "windows": frame.height, "fragments": fragments.to_dicts()}
 
 
@@ -103,6 +118,21 @@ def list_samples(url: str, number: int | None) -> list[dict[str, Any]]:
         frame = frame.filter(_is_version(number))
     columns = ["target_version", "group_id", "sample_id", "start", "num_rows", "verification"]
     return frame.select(columns).sort(columns[:3]).to_dicts()
+
+
+def show_quarantine(url: str) -> list[dict[str, Any]]:
+    """One row per refused record: run, source, line, reason code and what to do about it."""
+    return [
+        {
+            "run": run.run_id,
+            "source": refusal.source,
+            "line": refusal.line,
+            "reason": refusal.reason,
+            "detail": refusal.detail,
+        }
+        for run in list_quarantine(Lake.open(url))
+        for refusal in run.refusals
+    ]
 
 
 def explain(url: str, wanted: SelectionFilter) -> ReadPlan:

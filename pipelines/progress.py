@@ -47,11 +47,13 @@ class OnConsole:
     console: Console = field(default_factory=lambda: Console(stderr=True))
 
     def say(self, message: str) -> None:
-        self.console.print(message, highlight=False)
+        self.console.print(message, highlight=False, markup=False)
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with RichBars(*columns, console=self.console, transient=True) as bars:
+        # In a log file a bar would leave nothing but empty lines.
+        hidden = not self.console.is_terminal
+        with RichBars(*columns, console=self.console, transient=True, disable=hidden) as bars:
             task = bars.add_task(label, total=total)
             yield lambda done: bars.advance(task, done)

@@ -1,18 +1,20 @@
 """From candidate to production and back: approve, reject, publish, roll back, status."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from features.errors import DraftlakeError, GateRefusedError, InputError
+from features.errors import DraftLayoutError, EngineError, GateRefusedError, InputError, TargetMismatchError
 from features.lake import Lake
 from pipelines.context import RunContext
 from pipelines.hooks import tell_hooks
 from pipelines.inspect import newest_version
 from publish.channels import Action, ArtifactState, Channel, ChannelEntry, rollback_target
+from publish.engines import RolloutEngine
 from publish.gates import GateDecision, GateSpec, decide
 from publish.registry import Registry
-from publish.swap import PublishedDraft, plan_swap, serves, swap_draft
-from training.artifact import Document
+from publish.swap import PublishedDraft, SwapReport, plan_swap, serves, swap_draft
+from training.artifact import Document, TrainingManifest, load_artifact
 
 DEFAULT_GATE = GateSpec()
 _PAUSE_PARTS = ("pause", "load", "verify", "resume", "total")
@@ -34,8 +36,8 @@ class Publication(Document):
     artifact: str
     action: str
     sequence: int
-    lag: int
-    """Newest version in the lake minus newest version trained on."""
+    lag: int | None
+    """Newest version in the lake minus newest version trained on; None while the lake holds none."""
     engines: dict[str, str]
     """Outcome by engine: ``swapped`` or ``already_current``."""
     seconds: dict[str, float]
@@ -48,8 +50,43 @@ def open_registry(url: str) -> tuple[Lake, Registry]:
     return lake, Registry(lake.store, lake.target.target_id)
 
 
-def gate(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
-    """Judge an artifact's evaluations and file the verdict as evidence: a passing one, else the last.
+def import_draft(url: str, folder: Path) -> str:
+    """Register a draft folder as a candidate and return its digest.
+
+    Raises:
+        TargetMismatchError: it was trained for another target, tokenizer or size.
+        DraftLayoutError: the folder is incomplete, or it reads layers that this target does not have.
+    """
+    lake, registry = open_registry(url)
+    manifest, target = _manifest_of(folder), lake.target
+    names = ("target_id", "tokenizer_digest", "hidden_size", "vocab_size")
+    differing = [n for n in names if getattr(manifest, n) != getattr(target, n)]
+    if differing:
+        found = "; ".join(f"{n} {getattr(manifest, n)!r}, here {getattr(target, n)!r}" for n in differing)
+        raise TargetMismatchError(
+            f"the draft in {folder} is not for the target of {lake.url}: {found}. Import it into the lake it "
+            f"was trained from, or train one here: draftlake train"
+        )
+    if not manifest.layer_ids or max(manifest.layer_ids) > target.num_layers:
+        raise DraftLayoutError(
+            f"the draft in {folder} reads aux layers {list(manifest.layer_ids)}, and the target of {lake.url} "
+            f"has {target.num_layers} blocks (ids 0..{target.num_layers}). Train a draft for this target"
+        )
+    return registry.import_artifact(folder)
+
+
+def _manifest_of(folder: Path) -> TrainingManifest:
+    try:
+        return load_artifact(folder).manifest
+    except ValueError as error:  # JSON, text encoding and pydantic errors alike
+        raise DraftLayoutError(
+            f"{folder} is no draft artifact: {' '.join(str(error).split())}. "
+            f"Point at a folder that `draftlake train` wrote"
+        ) from error
+
+
+def judge(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
+    """Judge an artifact's evaluations, and file nothing: a passing verdict, else the last.
 
     Raises:
         GateRefusedError: nothing was measured yet.
@@ -63,8 +100,18 @@ def gate(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
         )
     newest = newest_version(lake)
     decisions = [decide(report, spec, newest_version=newest) for report in reports]
-    chosen = next((d for d in decisions if d.passed), decisions[-1])
-    registry.add_evidence(digest, chosen)
+    return next((d for d in decisions if d.passed), decisions[-1])
+
+
+def gate(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
+    """Judge an artifact's evaluations and file the verdict as evidence: a passing one, else the last.
+
+    Raises:
+        GateRefusedError: nothing was measured yet.
+    """
+    chosen = judge(url, digest, spec)
+    _, registry = open_registry(url)
+    registry.add_evidence(registry.resolve(digest), chosen)
     return chosen
 
 
@@ -148,7 +195,7 @@ def plan_rollback(url: str, method: str, engine_urls: tuple[str, ...], ctx: RunC
 
 def _plan(registry: Registry, digest: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
     artifact = registry.artifact(digest)
-    states = [ctx.open_engine(url).state() for url in engine_urls]
+    states = [engine.state() for engine in _open_engines(engine_urls, ctx)]
     plan = plan_swap({s.engine: s for s in states}, artifact)
     return {"artifact": digest, "state": registry.state(digest), **asdict(plan)}
 
@@ -170,16 +217,20 @@ def bootstrap(url: str, digest: str, ctx: RunContext, *, by: str) -> None:
 
 
 def status(url: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
-    """Production by method, and what each engine really serves."""
+    """Production by method, and what each engine really serves; a dead one has its ``error`` only."""
     lake, registry = open_registry(url)
     methods = sorted({registry.manifest(digest).method for digest in registry.digests()})
     production = {m: head.artifact for m in methods if (head := registry.channel(m).head())}
-    rows = []
-    for engine_url in engine_urls:
-        state = ctx.open_engine(engine_url).state()
+    rows: list[dict[str, Any]] = []
+    for engine in _open_engines(engine_urls, ctx) if engine_urls else ():
+        try:
+            state = engine.state()
+        except EngineError as error:
+            rows.append({"engine": engine.name, "serves_production": False, "error": str(error)})
+            continue
         wanted = production.get(state.method)
         same = wanted is not None and serves(state, registry.artifact(wanted))
-        rows.append(asdict(state) | {"serves_production": same})
+        rows.append(asdict(state) | {"serves_production": same, "error": None})
     versions = [r.version.number for r in lake.versions()]
     return {
         "lake": url,
@@ -200,34 +251,65 @@ def _move(
     reason: str,
 ) -> Publication:
     lake, registry = open_registry(url)
-    if not engine_urls:
-        raise InputError("no engine given: name at least one with --engine http://HOST:PORT")
     artifact = registry.artifact(digest)
     channel = registry.channel(artifact.manifest.method)
     head = channel.head()
     if head is None or head.artifact != digest:
         channel.check(digest, action)
-    engines = tuple(ctx.open_engine(u) for u in engine_urls)
+    engines = _open_engines(engine_urls, ctx)
+    newest = max((r.version.number for r in lake.versions()), default=None)
     ctx.progress.say(f"{action} {digest[:12]} on {len(engines)} engine(s)")
     previous = PublishedDraft(head.artifact, registry.artifact_uri(head.artifact)) if head else None
     report = swap_draft(engines, artifact, registry.artifact_uri(digest), previous)
     report.require_success()
     try:
         sequence = _advance(channel, head, digest, action=action, by=by, reason=reason, ctx=ctx)
-    except DraftlakeError:
-        if previous is not None:
-            swap_draft(engines, registry.artifact(previous.digest), previous.uri).require_success()
+    except Exception:
+        # Whatever kept the ledger from moving: what engines serve has to be what it says.
+        _undo(engines, report, previous, registry)
         raise
     publication = Publication(
         artifact=digest,
         action=action,
         sequence=sequence,
-        lag=newest_version(lake) - max(artifact.manifest.versions),
+        lag=None if newest is None else newest - max(artifact.manifest.versions),
         engines={o.engine: o.outcome for o in report.outcomes},
         seconds={name: max(o.seconds.get(name, 0.0) for o in report.outcomes) for name in _PAUSE_PARTS},
     )
     registry.add_evidence(digest, {"kind": "publication", **publication.model_dump(mode="json")})
     return publication
+
+
+def _open_engines(urls: tuple[str, ...], ctx: RunContext) -> tuple[RolloutEngine, ...]:
+    """The engines behind ``urls``.
+
+    Raises:
+        InputError: none, or one of them twice.
+    """
+    if not urls:
+        raise InputError("no engine given: name at least one with --engine http://HOST:PORT")
+    engines = tuple(ctx.open_engine(url) for url in urls)
+    names = [engine.name for engine in engines]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"engine {', '.join(twice)} is named more than once; give each --engine once")
+    return engines
+
+
+def _undo(
+    engines: tuple[RolloutEngine, ...],
+    report: SwapReport,
+    previous: PublishedDraft | None,
+    registry: Registry,
+) -> None:
+    """Put the draft of before back on the engines; the first publish goes back to the boot draft."""
+    if previous is not None:
+        swap_draft(engines, registry.artifact(previous.digest), previous.uri).require_success()
+        return
+    swapped = {outcome.engine for outcome in report.outcomes if outcome.outcome == "swapped"}
+    for engine in engines:
+        if engine.name in swapped:
+            engine.revert()
 
 
 def _advance(

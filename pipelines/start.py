@@ -92,8 +92,10 @@ def _lake_findings(url: str) -> list[Finding]:
 
 def _create_race(store: Store) -> Finding:
     """Several threads create one probe object: exactly one may win, or commits are not safe here."""
-    path = f"probes/{uuid.uuid4().hex}"
+    folder = f"probe/{uuid.uuid4().hex}"
+    path = f"{folder}/object"
     wins: list[int] = []
+    failures: list[OSError] = []
     barrier = threading.Barrier(_RACERS)
 
     def race(number: int) -> None:
@@ -103,14 +105,19 @@ def _create_race(store: Store) -> Finding:
             wins.append(number)
         except ObjectExistsError:
             return
+        except OSError as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=race, args=(n,)) for n in range(_RACERS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        found, remedy = f"cannot write: {failures[0]}", "check permissions and free space"
+        return Finding(what="create-if-absent", ok=False, found=found, remedy=remedy)
     ok = len(wins) == 1 and store.read(path) == str(wins[0]).encode()
-    store.delete_prefix(path)
+    store.delete_prefix(folder)
     return Finding(
         what="create-if-absent",
         ok=ok,

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from features.catalog import Catalog, Selection
 from features.lake import Lake
-from features.schema import ReadPlan, SelectionFilter, Split, VersionRange
+from features.schema import ReadPlan, SelectionFilter, Split, TargetVersion
 from pipelines.context import RunContext
+from pipelines.inspect import version_range
 from pipelines.progress import Advance
 from publish.registry import Registry
 from training.artifact import Document
@@ -51,7 +52,7 @@ class TrainReport(Document):
 
 def plan_training(job: TrainJob) -> ReadPlan:
     """What the job would read; trains nothing."""
-    return _select(Lake.open(job.lake), job).plan
+    return _select(Catalog.load(Lake.open(job.lake), revision=job.revision), job).plan
 
 
 def train(job: TrainJob, ctx: RunContext) -> TrainReport:
@@ -65,9 +66,12 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
     from training.loop import train_draft
 
     lake = Lake.open(job.lake)
-    Catalog.load(lake, revision=job.revision).pin(lake)
-    selection = _select(lake, job)
+    catalog = Catalog.load(lake, revision=job.revision)
+    selection = _select(catalog, job)
     selection.require_nonempty()
+    for version in selection.plan.heads_missing:
+        lake.head_of(TargetVersion(version))  # raises, with the remedy
+    catalog.pin(lake)
     registry = Registry(lake.store, lake.target.target_id)
     with tempfile.TemporaryDirectory(prefix="draftlake-train-") as scratch:
         parent = registry.fetch(job.parent, Path(scratch) / "parent") if job.parent else None
@@ -96,14 +100,14 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
     )
 
 
-def _select(lake: Lake, job: TrainJob) -> Selection:
+def _select(catalog: Catalog, job: TrainJob) -> Selection:
     wanted = SelectionFilter(
-        versions=VersionRange(job.first_version, job.stop_version),
+        versions=version_range(job.first_version, job.stop_version),
         split=Split.TRAIN,
         held_out_percent=job.held_out_percent,
         verified_only=job.verified_only,
     )
-    return Catalog.load(lake, revision=job.revision).select(wanted)
+    return catalog.select(wanted)
 
 
 def _percent(advance: Advance) -> Callable[[Mapping[str, float]], None]:

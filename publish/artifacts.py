@@ -5,12 +5,10 @@ nothing visible and running it again completes it. Its digest is computed anew w
 read whole: what was altered or cut short is refused.
 """
 
-import json
 import logging
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 
 from features.errors import (
@@ -28,9 +26,9 @@ from training.artifact import (
     WEIGHTS_FILE,
     DraftArtifact,
     TrainingManifest,
-    artifact_digest,
-    fingerprint,
-    read_tensor_digests,
+    check_artifact,
+    load_artifact,
+    read_artifact_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,31 +36,6 @@ logger = logging.getLogger(__name__)
 _ARTIFACTS = "registry/artifacts"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHORTEST_PREFIX = 6
-
-
-def read_artifact(files: Mapping[str, bytes], *, where: str) -> DraftArtifact:
-    """Check the three files of an artifact held in memory and compute its digest.
-
-    Raises:
-        DraftLayoutError: a file is cut short, or not what its name says.
-    """
-    tensors = read_tensor_digests(files[WEIGHTS_FILE], where=f"{where}/{WEIGHTS_FILE}")
-    try:
-        config = json.loads(files[CONFIG_FILE])
-        manifest = TrainingManifest.model_validate_json(files[MANIFEST_FILE])
-        digest = artifact_digest(config, manifest, tensors)
-        return DraftArtifact(
-            digest=digest,
-            weights_digest=fingerprint(tensors),
-            config=config,
-            manifest=manifest,
-            tensors=tensors,
-        )
-    except ValueError as error:  # JSON, text encoding and pydantic errors alike
-        raise DraftLayoutError(
-            f"{where}: {CONFIG_FILE} or {MANIFEST_FILE} is not what a draft artifact holds: {error}. "
-            f"Copy the folder again from where `draftlake train` wrote it."
-        ) from error
 
 
 class ArtifactStore:
@@ -80,16 +53,10 @@ class ArtifactStore:
             TargetMismatchError: it was trained for another target.
             CorruptDataError: the registry holds other bytes under this digest.
         """
-        missing = [name for name in ARTIFACT_FILES if not (folder / name).is_file()]
-        if missing:
-            raise DraftLayoutError(
-                f"{folder} is no draft artifact: {', '.join(missing)} missing (a draft holds "
-                f"{', '.join(ARTIFACT_FILES)}). Point at a folder that `draftlake train` wrote."
-            )
         # One read serves both the digest and the upload: a folder that changes meanwhile cannot
         # put other bytes under this digest.
-        files = {name: (folder / name).read_bytes() for name in ARTIFACT_FILES}
-        artifact = read_artifact(files, where=str(folder))
+        files = read_artifact_files(folder)
+        artifact = check_artifact(files, where=str(folder))
         if artifact.manifest.target_id != self.target_id:
             raise TargetMismatchError(
                 f"the draft in {folder} was trained for target {artifact.manifest.target_id!r}, and this "
@@ -189,7 +156,7 @@ class ArtifactStore:
         where = f"{_ARTIFACTS}/{self._known(digest)}"
         try:
             files = {name: self._store.read(f"{where}/{name}") for name in ARTIFACT_FILES}
-            artifact = read_artifact(files, where=where)
+            artifact = check_artifact(files, where=where)
         except (FileNotFoundError, DraftLayoutError) as error:
             raise CorruptDataError(
                 f"artifact {digest} is damaged in the registry at {self._store.url}: {error} "
@@ -215,7 +182,6 @@ def _move_into_place(partial: Path, to: Path, digest: str) -> None:
 
 def _holds(folder: Path, digest: str) -> bool:
     try:
-        files = {name: (folder / name).read_bytes() for name in ARTIFACT_FILES}
-        return read_artifact(files, where=str(folder)).digest == digest
+        return load_artifact(folder).digest == digest
     except (OSError, DraftLayoutError):
         return False

@@ -19,10 +19,11 @@ from urllib.parse import quote
 
 from pydantic import Field
 
+from features.digests import canonical_json
 from features.errors import CorruptDataError, InputError, ObjectExistsError, RegistryConflictError
 from features.storage import Store
 from publish.evidence import Decision, Stated, UtcDatetime, last_decision
-from training.artifact import Document, canonical_json
+from training.artifact import Document
 
 logger = logging.getLogger(__name__)
 

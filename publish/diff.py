@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
-from training.artifact import Document, EvalReport, Interval, tensor_digest
+from features.digests import tensor_digest
+from training.artifact import Document, EvalReport, Interval
 
 Change = Literal["added", "removed", "changed", "reshaped"]
 
@@ -105,7 +106,7 @@ def diff_tau(a: Iterable[EvalReport], b: Iterable[EvalReport]) -> tuple[TauEvide
     return tuple(sorted(evidence, key=lambda e: (e.head_version, e.mode, e.selection_digest)))
 
 
-def paired_gain(a: str, b_reports: Iterable[EvalReport]) -> Interval | None:
+def gain_over(a: str, b_reports: Iterable[EvalReport]) -> Interval | None:
     """The paired gain of b over a at the newest head, when b was evaluated against a."""
     against = [r for r in b_reports if r.baseline == a and r.gain is not None]
     newest = max(against, key=lambda r: (r.head_version, r.overall.rounds), default=None)

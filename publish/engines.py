@@ -1,6 +1,6 @@
 """What publishing needs from a rollout engine, and nothing more."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -52,18 +52,6 @@ class AcceptanceCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitReport:
-    """One swap on one engine, with the pause window by parts."""
-
-    engine: str
-    artifact: str
-    before: EngineState
-    after: EngineState
-    seconds: dict[str, float] = field(default_factory=dict)
-    """pause, load, verify, resume, total: seconds the engine did not decode."""
-
-
-@dataclass(frozen=True, slots=True)
 class GeneratedSequence:
     """One finished request: ids as the engine saw and sampled them."""
 
@@ -90,11 +78,16 @@ class RolloutEngine(Protocol):
         ...
 
     def commit(self, digest: str) -> dict[str, float]:
-        """Swap the staged draft in and resume; returns the pause window by parts, in seconds."""
+        """Swap the staged draft in and resume.
+
+        Returns the pause window in seconds, by part: what they are is the engine's own, ``total`` is always there.
+        """
         ...
 
     def revert(self) -> None:
         """Put back the draft that the last commit replaced, from the engine's own memory."""
         ...
 
-    def counters(self) -> AcceptanceCounters: ...
+    def counters(self) -> AcceptanceCounters:
+        """Speculation counters since the engine started."""
+        ...

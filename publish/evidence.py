@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, StringConstraints
 
+from features.digests import canonical_json
 from features.errors import InputError
-from training.artifact import Document, canonical_json
+from training.artifact import Document
 
 
 def _to_utc(moment: datetime) -> datetime:

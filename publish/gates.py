@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from features.errors import GateRefusedError
 from publish.evidence import evidence_id
 from training.artifact import Document, EvalReport, Interval
 
@@ -61,20 +60,6 @@ class GateDecision(Document):
     def reasons(self) -> tuple[str, ...]:
         """Every check as one line for people, passed ones too, in the order they were made."""
         return tuple(f"{'pass' if c.passed else 'REFUSED'}: {c.name}: {c.detail}" for c in self.checks)
-
-    def require_passed(self) -> "GateDecision":
-        """This decision, when it passed.
-
-        Raises:
-            GateRefusedError: it did not; the message holds every reason.
-        """
-        if self.passed:
-            return self
-        lines = "\n  ".join(self.reasons)
-        raise GateRefusedError(
-            f"the gate refused {self.artifact[:12]}:\n  {lines}\n"
-            f"Train on newer or more windows, or evaluate on more held-out groups."
-        )
 
 
 def decide(report: EvalReport, spec: GateSpec, newest_version: int) -> GateDecision:

@@ -20,10 +20,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from features.digests import canonical_json
 from features.errors import CorruptDataError, GateRefusedError, InputError, ObjectExistsError
 from publish.artifacts import ArtifactStore
 from publish.channels import PRODUCTION, Action, ArtifactState, Channel, ChannelEntry, derive_state
-from publish.diff import ArtifactDiff, diff_tau, diff_tensors, diff_values, paired_gain
+from publish.diff import ArtifactDiff, diff_tau, diff_tensors, diff_values, gain_over
 from publish.evidence import Decision, Evidence, EvidenceKind, as_document, evidence_id, last_decision
 from publish.gates import GateDecision, decide
 from training.artifact import (
@@ -32,7 +33,6 @@ from training.artifact import (
     EvalReport,
     TauEstimate,
     TrainingManifest,
-    canonical_json,
 )
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Registry(ArtifactStore):
             tensors=tensors,
             tensors_equal=equal,
             tau=diff_tau(self.evaluations(a), reports),
-            gain=paired_gain(a, reports),
+            gain=gain_over(a, reports),
         )
 
     # -- inside

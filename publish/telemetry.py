@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from features.digests import canonical_json
 from features.errors import CorruptDataError, InputError, ObjectExistsError
 from features.storage import Store
 from publish.channels import path_segment
 from publish.engines import AcceptanceCounters, EngineState
-from training.artifact import canonical_json
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,14 @@ are read through safetensors' raw form, never through pickle.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import deserialize
 
+from features.digests import canonical_json, tensor_digest
 from features.errors import DraftLayoutError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -108,20 +110,6 @@ class EvalReport(Document):
     """tau(artifact) - tau(baseline), paired bootstrap over groups of a ratio of sums."""
 
 
-def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values give equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-
-
-def tensor_digest(
-    dtype: str, shape: list[int] | tuple[int, ...], data: bytes | bytearray | memoryview
-) -> str:
-    """SHA-256 over dtype (safetensors' name, e.g. ``F32``), shape and raw little-endian bytes."""
-    digest = hashlib.sha256(canonical_json([dtype, [int(n) for n in shape]]))
-    digest.update(data)
-    return digest.hexdigest()
-
-
 def fingerprint(tensors: dict[str, str]) -> str:
     """One digest over named tensor digests, whatever order or file they came in."""
     return hashlib.sha256(canonical_json(tensors)).hexdigest()
@@ -139,22 +127,47 @@ def load_artifact(folder: Path) -> DraftArtifact:
     Raises:
         DraftLayoutError: a file is missing, cut short or not what its name says.
     """
-    for name in ARTIFACT_FILES:
-        if not (folder / name).is_file():
-            raise DraftLayoutError(
-                f"{folder} is no draft artifact: {name} is missing (a draft holds {', '.join(ARTIFACT_FILES)}). "
-                f"Point at a folder that `draftlake train` wrote, or fetch it from the registry again."
-            )
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    manifest = TrainingManifest.model_validate_json((folder / MANIFEST_FILE).read_text())
-    tensors = read_tensor_digests((folder / WEIGHTS_FILE).read_bytes(), where=str(folder / WEIGHTS_FILE))
-    return DraftArtifact(
-        digest=artifact_digest(config, manifest, tensors),
-        weights_digest=fingerprint(tensors),
-        config=config,
-        manifest=manifest,
-        tensors=tensors,
-    )
+    return check_artifact(read_artifact_files(folder), where=str(folder))
+
+
+def read_artifact_files(folder: Path) -> dict[str, bytes]:
+    """The three files of a draft directory, by name and unchecked.
+
+    Raises:
+        DraftLayoutError: one is missing.
+    """
+    missing = [name for name in ARTIFACT_FILES if not (folder / name).is_file()]
+    if missing:
+        raise DraftLayoutError(
+            f"{folder} is no draft artifact: {', '.join(missing)} missing (a draft holds "
+            f"{', '.join(ARTIFACT_FILES)}). Point at a folder that `draftlake train` wrote, or fetch it from "
+            f"the registry again."
+        )
+    return {name: (folder / name).read_bytes() for name in ARTIFACT_FILES}
+
+
+def check_artifact(files: Mapping[str, bytes], *, where: str) -> DraftArtifact:
+    """Check the three files of an artifact held in memory and compute its digest.
+
+    Raises:
+        DraftLayoutError: a file is cut short, or not what its name says.
+    """
+    tensors = read_tensor_digests(files[WEIGHTS_FILE], where=f"{where}/{WEIGHTS_FILE}")
+    try:
+        config = json.loads(files[CONFIG_FILE])
+        manifest = TrainingManifest.model_validate_json(files[MANIFEST_FILE])
+        return DraftArtifact(
+            digest=artifact_digest(config, manifest, tensors),
+            weights_digest=fingerprint(tensors),
+            config=config,
+            manifest=manifest,
+            tensors=tensors,
+        )
+    except ValueError as error:  # JSON, text encoding and pydantic errors alike
+        raise DraftLayoutError(
+            f"{where}: {CONFIG_FILE} or {MANIFEST_FILE} is not what a draft artifact holds: {error}. "
+            f"Copy the folder again from where `draftlake train` wrote it."
+        ) from error
 
 
 def read_tensor_digests(raw: bytes, *, where: str) -> dict[str, str]:

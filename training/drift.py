@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from features.heads import HeadSnapshot, to_float32
+from features.heads import Float32, HeadSnapshot, to_float32
 from features.schema import TargetVersion
 from features.windows import Window
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from features.lake import Lake
 
 log = logging.getLogger(__name__)
-
-Float32 = NDArray[np.float32]
 
 _BLOCK = 8192
 """Rows of a matrix compared at a time."""

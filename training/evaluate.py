@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from features.lake import Lake
 
 __all__ = [
-    "Round",
-    "WalkCounts",
     "WalkedWindow",
-    "bootstrap_tau",
     "evaluate_draft",
     "paired_gain",
     "walk",
@@ -44,6 +41,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 UNKNOWN_DOMAIN = "unknown"
+DEFAULT_BATCH_TOKENS = 8192
+"""Rows walked at a time, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def evaluate_draft(
     mode: TauMode,
     baseline_folder: Path | None = None,
     seed: int = 0,
-    batch_tokens: int = 8192,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
     device: torch.device | str = "cpu",
     methods: Mapping[str, DraftMethod] = DRAFT_METHODS,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -192,7 +191,7 @@ def walk_windows(
     *,
     layer_ids: Sequence[int],
     k: int,
-    batch_tokens: int = 8192,
+    batch_tokens: int = DEFAULT_BATCH_TOKENS,
 ) -> Iterator[WalkedWindow]:
     """Walk whole-sequence windows, in batches of similar length."""
     lengths = [reader.window(i).num_rows for i in indices]

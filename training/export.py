@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -21,11 +20,10 @@ from training.artifact import (
     load_artifact,
 )
 from training.methods import DraftMethod
+from training.spec import DtypeName
 
 METRICS_FILE = "metrics.jsonl"
 """One line per step; part of the folder, not of the digest."""
-
-SaveDtype = Literal["float32", "bfloat16"]
 
 
 class Staging:
@@ -51,7 +49,7 @@ class Staging:
             file.write(json.dumps(dict(record), sort_keys=True) + "\n")
 
     def write(
-        self, method: DraftMethod, model: nn.Module, manifest: TrainingManifest, *, save_dtype: SaveDtype
+        self, method: DraftMethod, model: nn.Module, manifest: TrainingManifest, *, save_dtype: DtypeName
     ) -> None:
         """Write weights, config and manifest."""
         write_draft(self._folder, method, model, manifest, save_dtype=save_dtype)
@@ -68,7 +66,7 @@ class Staging:
 
 
 def write_draft(
-    folder: Path, method: DraftMethod, model: nn.Module, manifest: TrainingManifest, *, save_dtype: SaveDtype
+    folder: Path, method: DraftMethod, model: nn.Module, manifest: TrainingManifest, *, save_dtype: DtypeName
 ) -> None:
     """Write the three files of an artifact into an existing folder."""
     dtype = torch.bfloat16 if save_dtype == "bfloat16" else torch.float32

@@ -121,9 +121,8 @@ class LossTerms:
     all processes first. A term without any row counts as zero.
     """
 
-    names: tuple[str, ...]
     weights: Tensor
-    """``[S]`` float32."""
+    """``[S]`` float32, one per term; a method decides what its terms are (EAGLE-3: drafting steps)."""
     sums: Tensor
     """``[S]`` float32, carries the gradient."""
     counts: Tensor

@@ -77,14 +77,14 @@ class WindowReader:
         return make_batch(windows, heads, layer_ids=layer_ids, mask=mask, device=self._device)
 
     def finite(self, indices: Iterable[int], dropped: Counter[str]) -> list[Window]:
-        """Windows without NaN or infinity; the others are counted as ``non_finite_features``."""
+        """Windows without NaN or infinity; the others are counted as ``nonfinite_features``."""
         kept = []
         for index in indices:
             window = self.window(index)
             if has_finite_features(window):
                 kept.append(window)
             else:
-                dropped["non_finite_features"] += 1
+                dropped["nonfinite_features"] += 1
                 if index not in self._reported:
                     self._reported.add(index)
                     log.warning(

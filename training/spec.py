@@ -21,6 +21,8 @@ LossName = Literal["kl", "ce", "reverse_kl", "tv", "overlap", "hybrid"]
 
 MaskName = Literal["sampled", "loss"]
 
+DtypeName = Literal["float32", "bfloat16"]
+
 
 class Spec(BaseModel):
     """Base of everything parsed from YAML, the CLI or a flow's parameter."""
@@ -74,9 +76,9 @@ class TrainSpec(Spec):
     mask: MaskName = "sampled"
     """Which tokens are predicted: those the target sampled, or those its RL loss counted."""
     seed: Annotated[int, Field(ge=0)] = 0
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: DtypeName = "float32"
     """Autocast type of the forward pass; parameters and optimizer state stay float32."""
-    save_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    save_dtype: DtypeName = "bfloat16"
     """Type of the saved float tensors. An engine casts to its own; equal types compare by digest."""
     max_skipped_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """A run whose share of steps skipped for non-finite gradients exceeds this stops with an error."""
@@ -92,7 +94,7 @@ class TrainSpec(Spec):
         from training.methods import DRAFT_METHODS  # the table imports this module
 
         methods = (info.context or {}).get("methods", DRAFT_METHODS)
-        name = value.get("method", "eagle3")
+        name = value.get("method", Eagle3Spec().method)
         if name not in methods:
             raise ValueError(f"unknown draft method {name!r}; known: {', '.join(sorted(methods))}")
         return methods[name].spec_type.model_validate(dict(value))

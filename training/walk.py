@@ -47,17 +47,6 @@ class WalkCounts:
         accepted = [r.accepted for r in rounds]
         return cls(len(accepted), sum(accepted), tuple(sum(a > i for a in accepted) for i in range(k)))
 
-    def __add__(self, other: "WalkCounts") -> "WalkCounts":
-        pairs = zip(self.per_position, other.per_position, strict=True)
-        return WalkCounts(
-            self.rounds + other.rounds, self.accepted + other.accepted, tuple(a + b for a, b in pairs)
-        )
-
-    @property
-    def tau(self) -> float:
-        """``1 + accepted / rounds``; NaN without a round."""
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
-
 
 def decoded_spans(sampled_mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Maximal runs of sampled tokens as inclusive ``(first, last)`` indices.

@@ -32,7 +32,7 @@ from features.collect.report import CollectReport
 from features.collect.rollouts import Reason, Rollout, rollout_problem
 from features.collect.sampling import SamplingPolicy, WindowSpan
 from features.errors import VersionConflictError
-from features.heads import to_float32
+from features.heads import Float32, to_float32
 from features.lake import Lake
 from features.quarantine import Refusal
 from features.schema import (
@@ -47,7 +47,6 @@ from features.writer import plan_digest, write_fragment
 
 log = logging.getLogger(__name__)
 
-F32 = NDArray[np.float32]
 DEFAULT_FRAGMENT_TOKENS = 32_768
 """Planned rows at which a fragment closes; 256 MiB of bfloat16 at H=1024 with three aux ids."""
 
@@ -91,7 +90,7 @@ class Collector:
         self._counts: Counter[str] = Counter()
         self._commits: list[str] = []
         self._tally = AgreementTally()
-        self._gap_rows: list[tuple[F32, NDArray[np.int32]]] = []
+        self._gap_rows: list[tuple[Float32, NDArray[np.int32]]] = []
         self._begin_fragment()
 
     @property
@@ -141,7 +140,7 @@ class Collector:
         del self._pending[rollout.sample_id]
         self._refuse(rollout, reason, detail)
 
-    def add(self, rollout: Rollout, aux: F32, final: F32) -> None:
+    def add(self, rollout: Rollout, aux: Float32, final: Float32) -> None:
         """Take the features of an admitted rollout, in the order of admission.
 
         ``aux`` is ``[T, m * H]`` pre-norm, ``final`` ``[T, H]``, float32, one row per token of

@@ -9,18 +9,16 @@ from numpy.typing import NDArray
 
 from features.collect.rollouts import Rollout, logprob_value
 from features.collect.sampling import WindowSpan
-from features.heads import float32_to_bf16
+from features.heads import Float32, float32_to_bf16
 from features.schema import NO_TOKEN, FeatureDtype, FragmentLayout, TargetVersion
 from features.windows import Window, WindowMeta
-
-F32 = NDArray[np.float32]
 
 
 def cut_window(
     rollout: Rollout,
     span: WindowSpan,
-    aux: F32,
-    final: F32,
+    aux: Float32,
+    final: Float32,
     *,
     version: TargetVersion,
     layout: FragmentLayout,
@@ -56,7 +54,7 @@ def _meta(rollout: Rollout, span: WindowSpan, version: TargetVersion) -> WindowM
     )  # fmt: skip
 
 
-def _stored(rows: F32, dtype: FeatureDtype) -> NDArray[np.uint16] | F32:
+def _stored(rows: Float32, dtype: FeatureDtype) -> NDArray[np.uint16] | Float32:
     return float32_to_bf16(rows) if dtype is FeatureDtype.BFLOAT16 else np.ascontiguousarray(rows)
 
 

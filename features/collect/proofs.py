@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from features.collect.rollouts import MISSING_LOGPROB, Reason
-from features.heads import HeadSnapshot, to_float32
+from features.heads import Float32, HeadSnapshot, to_float32
 from features.schema import FeatureDtype, FragmentLayout, TargetVersion
 from features.windows import Window
 
-F32 = NDArray[np.float32]
 MAX_TOKENS_COMPARED = 256
 """Tokens compared per window, evenly spread: a head costs ``2 * N * H * V`` operations twice."""
 SPREAD = 6.0
@@ -140,7 +139,7 @@ class AgreementTally:
         return replace(base, limit=limit, smallest_gap=limit + mean)
 
 
-def usable_logprobs(logprobs: F32) -> NDArray[np.bool_]:
+def usable_logprobs(logprobs: Float32) -> NDArray[np.bool_]:
     """Which entries are values: not NaN or infinite, not exactly 0.0, not -9999."""
     usable: NDArray[np.bool_] = np.isfinite(logprobs) & (logprobs != 0.0) & (logprobs > MISSING_LOGPROB)
     return usable
@@ -198,7 +197,7 @@ def logprob_agreement(window: Window, head: HeadSnapshot, tolerance: LogprobTole
 
 
 def neighbour_gap(
-    final_NH: F32,
+    final_NH: Float32,
     ids_N: NDArray[np.int32],
     *,
     own: HeadSnapshot,
@@ -214,7 +213,9 @@ def neighbour_gap(
     return NeighbourGap(version, len(ids_N), mean, needed, resolved=mean > needed)
 
 
-def feature_fault(aux: F32, final: F32, *, rows: int, layout: FragmentLayout) -> tuple[Reason, str] | None:
+def feature_fault(
+    aux: Float32, final: Float32, *, rows: int, layout: FragmentLayout
+) -> tuple[Reason, str] | None:
     """The first fault that features show without any reference, or None.
 
     ``aux`` must be ``[rows, m * H]`` and ``final`` ``[rows, H]``, float32, one row per token:
@@ -244,7 +245,12 @@ def feature_fault(aux: F32, final: F32, *, rows: int, layout: FragmentLayout) ->
 
 
 def _storage_noise(
-    final_NH: F32, ids_N: NDArray[np.int32], logprobs_N: F32, *, head: HeadSnapshot, temperature: float
+    final_NH: Float32,
+    ids_N: NDArray[np.int32],
+    logprobs_N: Float32,
+    *,
+    head: HeadSnapshot,
+    temperature: float,
 ) -> float:
     """Mean absolute change of ``logprobs_N`` when the stored rows move within their rounding."""
     draws = math.ceil(NOISE_DRAWS / len(ids_N))
@@ -253,7 +259,7 @@ def _storage_noise(
     return float(np.mean(np.abs(moved_N.astype(np.float64) - np.tile(logprobs_N, draws))))
 
 
-def _within_rounding(values: F32) -> F32:
+def _within_rounding(values: Float32) -> Float32:
     """``values`` moved by an independent uniform fraction of half a bfloat16 unit in the last place.
 
     Seeded by a constant: the estimate must not make a verdict irreproducible.
@@ -261,5 +267,5 @@ def _within_rounding(values: F32) -> F32:
     _, exponent = np.frexp(values)
     half_unit = np.ldexp(np.float32(1.0), exponent - 9)  # 8 significant bits: ulp = 2**(e - 8)
     draw = np.random.default_rng(0).uniform(-1.0, 1.0, size=values.shape).astype(np.float32)
-    moved: F32 = values + half_unit * draw
+    moved: Float32 = values + half_unit * draw
     return moved

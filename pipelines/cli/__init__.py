@@ -1,7 +1,7 @@
 """The ``draftlake`` command: thin, typed, honest about its exit code.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 refused by a gate, 4 nothing to do. Results go to
-stdout (``--json`` for machines), progress and errors to stderr.
+Exit codes: 0 done, 1 failed, 2 usage, 3 refused by a gate, 4 nothing to do, 130 interrupted.
+Results go to stdout (``--json`` for machines), progress and errors to stderr.
 """
 
 import importlib.metadata
@@ -16,6 +16,10 @@ from pipelines.cli import demo, drafts, engines, lake
 
 COMMAND_GROUP = "draftlake.commands"
 """Entry points here are Typer apps, mounted under their name."""
+LOG_VARIABLE = "DRAFTLAKE_LOG"
+"""Level of the log on stderr; ``DEBUG`` also shows where an expected error came from."""
+
+logger = logging.getLogger(__name__)
 
 
 def build_app() -> typer.Typer:
@@ -37,9 +41,27 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Console-script entry: one clear line for what goes wrong on purpose, a traceback for a bug."""
-    logging.basicConfig(level=os.environ.get("DRAFTLAKE_LOG", "WARNING"), stream=sys.stderr)
+    _start_log()
     try:
         build_app()()
     except DraftlakeError as error:
-        print(f"draftlake: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        _fail(
+            f"a file could not be read or written: {error}. Check the path, its permissions and free space.",
+            DraftlakeError.exit_code,
+        )
+
+
+def _fail(message: str, exit_code: int) -> None:
+    logger.debug("where the error came from", exc_info=True)
+    print(f"draftlake: {message}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def _start_log() -> None:
+    name = os.environ.get(LOG_VARIABLE, "WARNING").upper()
+    known = name in logging.getLevelNamesMapping()
+    logging.basicConfig(level=name if known else "WARNING", stream=sys.stderr)
+    if not known:
+        logger.warning("%s=%s is no log level; WARNING is used", LOG_VARIABLE, name)

@@ -1,6 +1,5 @@
 """Commands about drafts: import, train, eval, approve, reject, registry."""
 
-import getpass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,14 +15,17 @@ from pipelines.cli.output import (
     FirstVersionOption,
     JsonOption,
     LakeOption,
+    ReasonOption,
+    ReviewerOption,
     StopVersionOption,
     console_context,
     emit,
+    parse_spec,
 )
+from pipelines.cli.rows import draft_page, draft_row
 from training.spec import TrainSpec
 
 ArtifactArgument = Annotated[str, typer.Argument(help="Artifact digest, or its unique beginning.")]
-ReviewerOption = Annotated[str, typer.Option(help="Who decides.", default_factory=getpass.getuser)]
 registry_app = typer.Typer(help="Look into the registry of drafts.", no_args_is_help=True)
 
 
@@ -33,16 +35,18 @@ def add_commands(app: typer.Typer) -> None:
     app.command(epilog="Example: draftlake train --lake ./lake --first-version 2 --stop-version 6 --dry-run")(
         train
     )
-    app.command("eval", epilog="Example: draftlake eval 3f2a --lake ./lake --baseline 91bc")(eval_)
+    app.command("eval", epilog="Example: draftlake eval 3f2a91 --lake ./lake --baseline 91bc04")(eval_)
     app.command(
-        epilog="Example: draftlake approve 3f2a --lake ./lake --reviewer ada --reason 'gain is clear'"
+        epilog="Example: draftlake approve 3f2a91 --lake ./lake --reviewer ada --reason 'gain is clear'"
     )(approve)
     app.command(
-        epilog="Example: draftlake reject 3f2a --lake ./lake --reviewer ada --reason 'worse on prose'"
+        epilog="Example: draftlake reject 3f2a91 --lake ./lake --reviewer ada --reason 'worse on prose'"
     )(reject)
     registry_app.command("ls", epilog="Example: draftlake registry ls --lake ./lake")(registry_ls)
-    registry_app.command("show", epilog="Example: draftlake registry show 3f2a --lake ./lake")(registry_show)
-    registry_app.command("diff", epilog="Example: draftlake registry diff 3f2a 91bc --lake ./lake")(
+    registry_app.command("show", epilog="Example: draftlake registry show 3f2a91 --lake ./lake")(
+        registry_show
+    )
+    registry_app.command("diff", epilog="Example: draftlake registry diff 3f2a91 91bc04 --lake ./lake")(
         registry_diff
     )
     app.add_typer(registry_app, name="registry")
@@ -56,8 +60,7 @@ def import_(
     json: JsonOption = False,
 ) -> None:
     """Register a draft folder as a candidate."""
-    _, registry = promote.open_registry(lake)
-    emit({"artifact": registry.import_artifact(folder)}, as_json=json, title="imported")
+    emit({"artifact": promote.import_draft(lake, folder)}, as_json=json, title="imported")
 
 
 def train(
@@ -93,14 +96,23 @@ def train(
 
 
 def _train_spec(config: Path | None, overrides: dict[str, Any]) -> TrainSpec:
-    if config is not None and not config.is_file():
-        raise InputError(f"no such config file: {config}")
-    fields = yaml.safe_load(config.read_text()) if config else {}
-    if not isinstance(fields, dict):
+    fields = {} if config is None else _yaml_mapping(config)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return parse_spec(TrainSpec, fields | given, where=str(config or "training spec"))
+
+
+def _yaml_mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"no such config file: {path}. Name a YAML file with fields of the training spec.")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}. Correct it.") from error
+    if not isinstance(found, dict):
         raise InputError(
-            f"{config} must hold a mapping of training-spec fields, found {type(fields).__name__}"
+            f"{path} holds {type(found).__name__}, expected a mapping such as 'epochs: 2'. Correct it."
         )
-    return TrainSpec.model_validate(fields | {k: v for k, v in overrides.items() if v is not None})
+    return found
 
 
 def eval_(
@@ -136,7 +148,7 @@ def eval_(
 def approve(
     artifact: ArtifactArgument,
     lake: LakeOption,
-    reason: Annotated[str, typer.Option(help="Why.")],
+    reason: ReasonOption,
     reviewer: ReviewerOption,
     force: Annotated[bool, typer.Option("--force", help="Override the gate; recorded as forced.")] = False,
     dry_run: DryRunOption = False,
@@ -144,8 +156,7 @@ def approve(
 ) -> None:
     """Approve a draft whose gate passed (exit 3 when the gate refuses)."""
     if dry_run:
-        _, registry = promote.open_registry(lake)
-        decision = promote.gate(lake, registry.resolve(artifact))
+        decision = promote.judge(lake, artifact)
         emit(decision, as_json=json, title="gate")
         if not decision.passed:
             raise typer.Exit(3)
@@ -157,7 +168,7 @@ def approve(
 def reject(
     artifact: ArtifactArgument,
     lake: LakeOption,
-    reason: Annotated[str, typer.Option(help="Why.")],
+    reason: ReasonOption,
     reviewer: ReviewerOption,
     json: JsonOption = False,
 ) -> None:
@@ -169,13 +180,15 @@ def reject(
 def registry_ls(lake: LakeOption, json: JsonOption = False) -> None:
     """List drafts with state, method, versions trained on and measured tau."""
     _, registry = promote.open_registry(lake)
-    emit(registry.list(), as_json=json, title="drafts")
+    drafts = registry.list()
+    emit(drafts, as_json=json, title="drafts", shown=[draft_row(draft) for draft in drafts])
 
 
 def registry_show(artifact: ArtifactArgument, lake: LakeOption, json: JsonOption = False) -> None:
     """Show a draft's config, manifest and all evidence about it."""
     _, registry = promote.open_registry(lake)
-    emit(registry.describe(registry.resolve(artifact)), as_json=json, title="draft")
+    found = registry.describe(registry.resolve(artifact))
+    emit(found, as_json=json, title="draft", shown=draft_page(found))
 
 
 def registry_diff(

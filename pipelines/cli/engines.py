@@ -1,6 +1,5 @@
 """Commands that touch engines: publish, rollback, status."""
 
-import getpass
 from typing import Annotated
 
 import typer
@@ -12,14 +11,17 @@ from pipelines.cli.output import (
     EngineOption,
     JsonOption,
     LakeOption,
+    ReasonOption,
     console_context,
+    current_user,
     emit,
 )
+from pipelines.cli.rows import engine_row
 
 
 def add_commands(app: typer.Typer) -> None:
     """Mount this module's commands."""
-    app.command(epilog="Example: draftlake publish 3f2a --lake ./lake --engine http://127.0.0.1:8000")(
+    app.command(epilog="Example: draftlake publish 3f2a91 --lake ./lake --engine http://127.0.0.1:8000")(
         publish
     )
     app.command(
@@ -44,7 +46,7 @@ def publish(
             raise typer.Exit(NOTHING_TO_DO)
         return
     emit(
-        promote.publish(lake, artifact, tuple(engine), ctx, by=getpass.getuser()),
+        promote.publish(lake, artifact, tuple(engine), ctx, by=current_user()),
         as_json=json,
         title="published",
     )
@@ -53,7 +55,7 @@ def publish(
 def rollback(
     lake: LakeOption,
     engine: EngineOption,
-    reason: Annotated[str, typer.Option(help="Why.")],
+    reason: ReasonOption,
     method: Annotated[str, typer.Option(help="Draft method.")] = "eagle3",
     dry_run: DryRunOption = False,
     json: JsonOption = False,
@@ -63,7 +65,7 @@ def rollback(
     if dry_run:
         emit(promote.plan_rollback(lake, method, tuple(engine), ctx), as_json=json, title="would roll back")
         return
-    done = promote.rollback(lake, method, tuple(engine), ctx, by=getpass.getuser(), reason=reason)
+    done = promote.rollback(lake, method, tuple(engine), ctx, by=current_user(), reason=reason)
     emit(done, as_json=json, title="rolled back")
 
 
@@ -74,6 +76,10 @@ def status(
 ) -> None:
     """Show the production draft and what each engine really serves (exit 1 when they differ)."""
     report = promote.status(lake, tuple(engine or ()), console_context())
-    emit(report, as_json=json, title="status")
+    shown = report | {"engines": [engine_row(row) for row in report["engines"]]}
+    emit(report, as_json=json, title="status", shown=shown)
+    for row in report["engines"]:
+        if row["error"]:
+            typer.echo(f"draftlake: {row['error']}", err=True)
     if any(not row["serves_production"] for row in report["engines"]):
         raise typer.Exit(1)

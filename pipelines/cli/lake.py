@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from features.schema import SelectionFilter, Split, VersionRange
+from features.collect.collector import DEFAULT_FRAGMENT_TOKENS
+from features.collect.report import CollectReport
+from features.schema import SelectionFilter, Split
 from pipelines import collect as collecting
 from pipelines import inspect, start
 from pipelines.cli.output import (
@@ -16,6 +18,7 @@ from pipelines.cli.output import (
     LakeOption,
     console_context,
     emit,
+    parse_spec,
 )
 
 
@@ -69,32 +72,49 @@ def collect(
     engine_dtype: Annotated[str, typer.Option(help="Type the rollout engine computed in.")] = "bfloat16",
     sample_rate: Annotated[float, typer.Option(help="Share of rollouts to keep.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Rows per window at most.")] = 512,
+    fragment_tokens: Annotated[
+        int, typer.Option(help="Rows per fragment: what is held in memory, and committed at once.")
+    ] = DEFAULT_FRAGMENT_TOKENS,
     seed: Annotated[int, typer.Option(help="Seed of the sampling policy.")] = 0,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run the target over rollouts and store sampled windows with the same-version head."""
-    spec = collecting.CollectSpec.model_validate(
+    spec = parse_spec(
+        collecting.CollectSpec,
         {
             "lake": lake,
             "rollouts": tuple(rollouts),
             "target": target,
             "version": version,
-            "layer_ids": tuple(int(n) for n in layer_ids.split(",")) if layer_ids else None,
+            "layer_ids": layer_ids.split(",") if layer_ids else None,
             "dtype": dtype,
             "engine_dtype": engine_dtype,
             "sample_rate": sample_rate,
             "max_tokens": max_tokens,
+            "fragment_tokens": fragment_tokens,
             "seed": seed,
-        }
+        },
+        where="collect",
     )
     if dry_run:
         emit(collecting.plan_collect(spec), as_json=json, title="would collect")
         return
     report = collecting.collect(spec, console_context())
     emit(report, as_json=json, title=f"collected v{version}")
+    if report.quarantined:
+        typer.echo(_refused(report, lake), err=True)
     if report.fragments == 0:
-        raise typer.Exit(NOTHING_TO_DO if not report.quarantined else 1)
+        raise typer.Exit(1 if report.quarantined and not report.duplicates else NOTHING_TO_DO)
+
+
+def _refused(report: CollectReport, lake: str) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(report.quarantined.items()))
+    total = sum(report.quarantined.values())
+    return (
+        f"draftlake: {total} of {report.received} rollouts were refused ({reasons}). Each is kept with its "
+        f"reason and remedy: draftlake show quarantine --lake {lake}"
+    )
 
 
 def list_(
@@ -109,13 +129,15 @@ def list_(
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="'lake', a version (v3), or a sample id.")],
+    name: Annotated[str, typer.Argument(help="'lake', 'quarantine', a version (v3), or a sample id.")],
     lake: LakeOption,
     json: JsonOption = False,
 ) -> None:
-    """Show the lake, one version, or every window of one sample."""
+    """Show the lake, one version, every window of one sample, or what was refused and why."""
     if name == "lake":
         emit(inspect.show_lake(lake), as_json=json, title=lake)
+    elif name == "quarantine":
+        emit(inspect.show_quarantine(lake), as_json=json, title="refused records")
     elif name.startswith("v") and name[1:].isdigit():
         emit(inspect.show_version(lake, int(name[1:])), as_json=json, title=name)
     else:
@@ -134,7 +156,7 @@ def explain(
 ) -> None:
     """Say what a selection would read: windows, tokens, bytes, versions, missing heads."""
     wanted = SelectionFilter(
-        versions=VersionRange(first_version, stop_version), split=split, verified_only=verified_only
+        versions=inspect.version_range(first_version, stop_version), split=split, verified_only=verified_only
     )
     plan = inspect.explain(lake, wanted)
     emit(plan, as_json=json, title=plan.summary())

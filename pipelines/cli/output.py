@@ -1,20 +1,43 @@
 """How commands speak: options they share, tables for people, JSON for machines."""
 
+import getpass
 import json
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
-from rich.table import Table
 
+from features.errors import InputError
+from features.schema import TargetVersion
+from pipelines.cli.tables import tables
 from pipelines.context import RunContext
 from pipelines.progress import OnConsole
 
 NOTHING_TO_DO = 4
+
+SpecType = TypeVar("SpecType", bound=BaseModel)
+
+
+def current_user() -> str:
+    """Who runs this; a user id where the machine has no name for it, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return f"uid-{os.getuid()}"
+
+
+def _stated(value: str) -> str:
+    if not value.strip():
+        raise typer.BadParameter("must say something: it is kept as evidence")
+    return value
+
 
 LakeOption = Annotated[str, typer.Option("--lake", envvar="DRAFTLAKE_LAKE", help="Lake folder or URL.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
@@ -24,6 +47,8 @@ EngineOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
 FirstVersionOption = Annotated[int, typer.Option(min=0, help="First target version.")]
 StopVersionOption = Annotated[int, typer.Option(min=1, help="Stop before this target version.")]
+ReasonOption = Annotated[str, typer.Option(help="Why.", callback=_stated)]
+ReviewerOption = Annotated[str, typer.Option(help="Who decides.", default_factory=current_user)]
 
 
 def console_context() -> RunContext:
@@ -31,56 +56,57 @@ def console_context() -> RunContext:
     return RunContext(progress=OnConsole())
 
 
+def parse_spec(spec: type[SpecType], values: Mapping[str, Any], *, where: str) -> SpecType:
+    """Build a spec from what a user wrote.
+
+    Raises:
+        InputError: naming every field that does not fit, in one line.
+    """
+    try:
+        return spec.model_validate(dict(values))
+    except ValidationError as error:
+        problems = "; ".join(_problem(detail) for detail in error.errors(include_url=False))
+        raise InputError(f"{where}: {problems}. Correct it and run again.") from error
+
+
+def _problem(detail: Any) -> str:
+    place = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return f"there is no field {place!r}"
+    return f"{place or 'value'}: {message} (found {detail['input']!r})" if place else message
+
+
 def plain(value: Any) -> Any:
-    """A report as JSON-ready Python."""
+    """A report as JSON-ready Python; a number that JSON cannot say becomes null."""
     if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
+        return plain(value.model_dump(mode="json"))
+    if isinstance(value, TargetVersion):
+        return value.number
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value
 
 
-def emit(value: Any, *, as_json: bool, title: str = "") -> None:
-    """Print a report: a JSON value, or a table of rows, or a table of key and value."""
-    value = plain(value)
+def emit(value: Any, *, as_json: bool, title: str = "", shown: Any = None) -> None:
+    """Print a report to stdout: one JSON value, or tables.
+
+    Args:
+        value: the whole report.
+        title: a line above the tables.
+        shown: what people see instead of the whole report.
+    """
     if as_json:
-        sys.stdout.write(json.dumps(value, default=str) + "\n")
+        sys.stdout.write(json.dumps(plain(value), default=str, allow_nan=False) + "\n")
         return
     console = Console()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        console.print(_rows(value, title) if value else f"{title or 'result'}: none")
-    elif isinstance(value, Mapping):
-        console.print(_pairs(value, title))
-    else:
-        console.print(value)
-
-
-def _rows(rows: Sequence[Any], title: str) -> Table:
-    dicts = [plain(row) for row in rows]
-    table = Table(title=title or None)
-    for name in dicts[0]:
-        table.add_column(name)
-    for row in dicts:
-        table.add_row(*(_cell(v) for v in row.values()))
-    return table
-
-
-def _pairs(pairs: Mapping[str, Any], title: str) -> Table:
-    table = Table(title=title or None, show_header=False)
-    table.add_column("what")
-    table.add_column("value", overflow="fold")
-    for name, value in pairs.items():
-        table.add_row(name, _cell(value))
-    return table
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping | list | tuple):
-        return (
-            json.dumps(value, default=str, indent=1)
-            if isinstance(value, Mapping)
-            else ", ".join(map(_cell, value))
-        )
-    return "-" if value is None else str(value)
+    for part in tables(plain(value if shown is None else shown), title):
+        console.print(part)

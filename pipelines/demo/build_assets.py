@@ -17,7 +17,7 @@ from features.lake import Lake
 from pipelines.collect import CollectSpec, collect, load_target
 from pipelines.context import RunContext
 from pipelines.demo.prompts import Prompt, group_prompts
-from pipelines.demo.spec import DRAFT_ASSET, TARGET_ASSET, TARGET_ID, RolloutSpec
+from pipelines.demo.spec import DRAFT_ASSET, DRAFT_VOCAB_SIZE, TARGET_ASSET, TARGET_ID, RolloutSpec
 from pipelines.demo.tiny_target import PretrainSpec, build_target
 from pipelines.evaluate import EvalJob, evaluate
 from pipelines.progress import OnConsole
@@ -28,7 +28,6 @@ from training.spec import Eagle3Spec, TrainSpec
 
 log = logging.getLogger(__name__)
 
-DRAFT_VOCAB_SIZE = 768
 GROUPS_PER_DOMAIN = 1000
 FIRST_DRAFT = TrainSpec(
     method=Eagle3Spec(draft_vocab_size=DRAFT_VOCAB_SIZE, ttt_steps=4),

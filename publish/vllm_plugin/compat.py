@@ -24,11 +24,8 @@ ALLOW_UNTESTED = "DRAFTLAKE_ALLOW_UNTESTED_VLLM"
 class Internals:
     """What differs between vLLM releases."""
 
-    release: tuple[int, int]
     serve_flags: tuple[str, ...]
     """Extra server flags that open the token-in token-out route."""
-    weight_versions: bool
-    """Whether outputs carry spans of weight version labels."""
     checked: str
     """How far this entry was tried."""
     reload_module: str = "vllm.model_executor.model_loader.reload"
@@ -37,15 +34,11 @@ class Internals:
 
 TABLE: dict[tuple[int, int], Internals] = {
     (0, 26): Internals(
-        release=(0, 26),
         serve_flags=(),
-        weight_versions=False,
         checked="its sources were read and a backend of the same shape ran on an H200; this plugin did not",
     ),
     (0, 32): Internals(
-        release=(0, 32),
         serve_flags=("--enable-scale-out",),
-        weight_versions=True,
         checked="tests/publish/test_vllm_plugin.py runs on it, on CPU",
     ),
 }

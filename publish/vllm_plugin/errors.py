@@ -1,10 +1,12 @@
 """Why the plugin refused. Carried over RPC as a dict, since vLLM turns exceptions into text."""
 
+from typing import ClassVar
+
 
 class PluginError(Exception):
     """Base of everything the plugin raises on purpose; ``kind`` tells the publisher what to do."""
 
-    kind = "engine"
+    kind: ClassVar[str]
 
 
 class LayoutRefusedError(PluginError):

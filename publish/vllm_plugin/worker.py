@@ -94,14 +94,6 @@ class WorkerExtension:
         """Has that task ended, and with what?"""
         return self._draftlake_tasks().poll(int(ticket))
 
-    def draftlake_prepare(self, uri: str, digest: str) -> dict[str, Any]:
-        """Fetch, check and stage at once; blocks the engine's loop."""
-        return answered(lambda: self._draftlake_prepare(uri, digest))
-
-    def draftlake_state(self) -> dict[str, Any]:
-        """Fingerprints, ownership and names at once; blocks the engine's loop."""
-        return answered(self._draftlake_state)
-
     def draftlake_brief(self) -> dict[str, Any]:
         """What is committed and staged, without reading a tensor: cheap enough to ask at any time."""
 

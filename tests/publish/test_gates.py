@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from features.errors import GateRefusedError, InputError
+from features.errors import InputError
 from publish.evidence import evidence_id
 from publish.gates import GateSpec, decide
 from publish.testing import make_estimate, make_report
@@ -28,7 +28,6 @@ def test_a_better_draft_passes_and_every_reason_is_listed() -> None:
         "held_out", "newest_version", "baseline", "same_selection", "rounds", "groups", "gain",
     ]  # fmt: skip
     assert all(reason.startswith("pass: ") for reason in decision.reasons)
-    assert decision.require_passed() is decision
 
 
 def test_a_refusal_lists_passed_reasons_too() -> None:
@@ -36,9 +35,8 @@ def test_a_refusal_lists_passed_reasons_too() -> None:
     decision = decide(report, GateSpec(), NEWEST)
     assert [reason.split(":")[0] for reason in decision.reasons].count("REFUSED") == 2
     assert len(decision.reasons) == 7
-    with pytest.raises(GateRefusedError, match=r"(?s)held-out groups; it was made on train.*found 3"):
-        decision.require_passed()
-    assert GateRefusedError.exit_code == 3
+    assert any("held-out groups; it was made on train" in reason for reason in decision.reasons)
+    assert any("found 3" in reason for reason in decision.reasons)
 
 
 @pytest.mark.parametrize(

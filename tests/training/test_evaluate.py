@@ -110,7 +110,7 @@ def test_windows_that_cannot_be_walked_are_counted_by_reason(drafts: tuple[Path,
     report = _evaluate(lake, drafts[0])
     assert report.skipped == {
         "not_a_whole_sequence": 2, "not_sampled": 1, "temperature_unknown": 1, "no_sampled_token": 1,
-        "no_prompt": 1, "non_finite_features": 1,
+        "no_prompt": 1, "nonfinite_features": 1,
     }  # fmt: skip
     assert report.overall.rounds == _evaluate(_lake(4), drafts[0]).overall.rounds
 

@@ -112,7 +112,7 @@ def test_a_window_with_nan_features_is_left_out_and_counted(tmp_path: Path) -> N
     lake = _lake()
     lake.windows[2].aux[4, 0] = np.nan
     result = _train(lake, tmp_path / "a")
-    assert result.counts["non_finite_features"] == 1
+    assert result.counts["nonfinite_features"] == 1
     assert all(bool(torch.isfinite(t).all()) for t in load_file(result.folder / "model.safetensors").values())
 
 

@@ -1,7 +1,7 @@
 """The table of methods, and a second method through the same seam."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,6 @@ class BigramMethod:
 
     name: str = "bigram"
     spec_type: type[MethodSpec] = BigramSpec
-    required_arrays: frozenset[str] = field(default_factory=frozenset)
 
     def default_layer_ids(self, num_layers: int) -> tuple[int, ...]:
         return (1,)
@@ -72,7 +71,7 @@ class BigramMethod:
         logits = model.table[batch.token_ids[window, place - 1]]
         rows = nn.functional.cross_entropy(logits, batch.token_ids[window, place], reduction="none")
         total, count, dropped = masked_sum(rows)
-        return LossTerms(("ce",), torch.ones(1), total[None], count[None], {}, count, dropped)
+        return LossTerms(torch.ones(1), total[None], count[None], {}, count, dropped)
 
     def propose(self, model: Any, batch: DraftBatch, k: int) -> Tensor:
         token, drafted = batch.token_ids[:, 1:], []
@@ -96,7 +95,6 @@ def test_every_method_is_listed_under_its_own_name_with_its_own_spec(name: str) 
     method = DRAFT_METHODS[name]
     assert method.name == name
     assert method.spec_type().method == name
-    assert method.required_arrays <= {"aux", "final"}
 
 
 def test_another_method_trains_and_evaluates_through_the_same_seam(tmp_path: Path) -> None:

@@ -26,11 +26,6 @@ class DraftMethod(Protocol):
     @property
     def spec_type(self) -> type[MethodSpec]: ...
 
-    @property
-    def required_arrays(self) -> frozenset[str]:
-        """Window arrays it reads (``aux``, ``final``)."""
-        ...
-
     def default_layer_ids(self, num_layers: int) -> tuple[int, ...]:
         """Aux layer ids (blocks applied, ascending) for a target of ``num_layers`` blocks."""
         ...

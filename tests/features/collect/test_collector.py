@@ -74,7 +74,7 @@ def test_collected_windows_hold_the_rollouts_tokens_and_features(lake: Lake) -> 
         assert window.token_ids[:-1].tolist() == list(rollout.token_ids)
         assert window.sampled_mask[:-1].tolist() == list(rollout.sampled_mask)
         assert window.loss_mask is None
-        assert window.is_whole_sequence
+        assert (window.meta.start, window.stop) == (0, window.meta.sequence_length)
         assert (window.meta.reward, window.meta.group_id) == (rollout.reward, rollout.group_id)
         np.testing.assert_allclose((window.aux.astype(np.uint32) << 16).view(np.float32), aux, rtol=2**-8)
         assert window.meta.verification == "verified"

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from features.errors import InputError
 from features.schema import TargetIdentity
+from features.target import default_layer_ids
 from training.batches import DraftBatch
 from training.heads import FrozenHead
 from training.losses import LossTerms
@@ -27,20 +27,9 @@ class Eagle3Method:
 
     name: str = "eagle3"
     spec_type: type[MethodSpec] = Eagle3Spec
-    required_arrays: frozenset[str] = frozenset({"aux", "final"})
 
     def default_layer_ids(self, num_layers: int) -> tuple[int, ...]:
-        """The ids EAGLE-3 and vLLM use by default: ``(2, n // 2, n - 3)``.
-
-        Raises:
-            InputError: the target is too shallow for three distinct, ascending ids.
-        """
-        ids = (2, num_layers // 2, num_layers - 3)
-        if list(ids) != sorted(set(ids)):
-            raise InputError(
-                f"a target of {num_layers} blocks has no default aux layers {ids}: name the layer ids"
-            )
-        return ids
+        return default_layer_ids(num_layers)
 
     def draft_vocab_size(self, spec: MethodSpec) -> int | None:
         return cast(Eagle3Spec, spec).draft_vocab_size

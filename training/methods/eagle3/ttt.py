@@ -41,7 +41,6 @@ def ttt_loss(model: Eagle3Draft, batch: DraftBatch, spec: Eagle3Spec) -> LossTer
             matches.append((model.to_target_ids(logits.argmax(-1)) == labels.tokens[numbers]).sum().float())
     supervised = torch.tensor(float(len(labels.tokens)), device=batch.aux.device)
     return LossTerms(
-        names=tuple(f"step_{i}" for i in range(spec.ttt_steps)),
         weights=torch.tensor([spec.step_decay**i for i in range(spec.ttt_steps)], device=batch.aux.device),
         sums=torch.stack(sums),
         counts=torch.stack(counts),
