@@ -6,8 +6,11 @@ Where to go:
 - ``schema``      value types and Arrow schemas: the words of the lake
 - ``storage``     the one place that talks to fsspec; ``create`` is its commit primitive
 - ``target``      what a target's directory says about its identity
-- ``checkpoint``  a Hugging Face checkpoint tensor by tensor, refused when broken
+- ``checkpoint``  a Hugging Face checkpoint tensor by tensor, refused when broken; writing safetensors
+- ``bfloat16``    stored numbers to float32 and back
 - ``digests``     how content is named: canonical JSON and tensor digests
+- ``fragments``   a fragment's objects: ranged, checked reads
+- ``seals``       the digest of a table's values inside its own file
 - ``windows``     a window in memory, and its checks
 - ``heads``       head snapshots: from final hidden state to logits
 - ``zarr_layout`` arrays as Zarr v3 shards whose rows are byte ranges; ``zarr_bfloat16`` for zarr-python

@@ -11,17 +11,26 @@ from contextlib import suppress
 import polars as pl
 import pyarrow as pa
 
-from features.commits import decode_commit
+from features.commits import revision_path
 from features.errors import CorruptDataError, InputError, ObjectExistsError, PlanConflictError
 from features.lake import Lake
-from features.schema import COMMIT_SCHEMA, LakeRevision, ReadPlan, SelectionFilter, Split, Verification
+from features.schema import (
+    COMMIT_SCHEMA,
+    LakeRevision,
+    ReadPlan,
+    SelectionFilter,
+    Split,
+    TargetVersion,
+    Verification,
+)
 from features.selection import Selection, make_plan, split_of
 
 __all__ = ["Catalog", "Selection", "split_of"]
 
 _READERS = 8
 _ORDER = ("target_version", "sample_id", "start", "plan_id", "window_index")
-_SAME_WINDOW = ("target_version", "sample_id", "start", "num_rows", "layer_ids", "dtype")
+_SAME_TOKENS = ("target_version", "sample_id", "start", "num_rows")
+_SAME_WINDOW = (*_SAME_TOKENS, "layer_ids", "dtype")
 
 
 class Catalog:
@@ -53,7 +62,7 @@ class Catalog:
             tables = list(pool.map(lambda path: _read_commit(lake, path), paths))
         table = pa.concat_tables(tables) if tables else COMMIT_SCHEMA.empty_table()
         frame = pl.DataFrame(pl.from_arrow(table)).sort(_ORDER)
-        return Catalog(frame, paths, _heads_missing(lake, frame))
+        return Catalog(frame, paths, _check_versions(lake, frame))
 
     def pin(self, lake: Lake) -> LakeRevision:
         """Write down which commits make this revision, so that it can be read again when more have come."""
@@ -68,9 +77,11 @@ class Catalog:
         A window that several fragments hold (same sample, span and layout) is taken once.
 
         Raises:
-            PlanConflictError: two fragments hold one sample's span with different tokens.
+            PlanConflictError: two fragments hold one sample's span with different tokens, or one
+                sample in two groups.
         """
         frame = self.frame.filter(_condition(wanted))
+        _require_one_group(frame)
         if wanted.split is not Split.ALL:
             groups = frame["group_id"].unique().to_list()
             kept = [g for g in groups if split_of(g, wanted.held_out_percent) is wanted.split]
@@ -100,7 +111,7 @@ class Catalog:
         )
 
     def _distinct(self, frame: pl.DataFrame) -> pl.DataFrame:
-        contents = frame.group_by(_SAME_WINDOW).agg(
+        contents = frame.group_by(_SAME_TOKENS).agg(
             pl.col("crc32c_tokens").n_unique().alias("contents"), pl.col("plan_id").unique().sort()
         )
         clash = contents.filter(pl.col("contents") > 1).sort("target_version", "sample_id", "start")
@@ -115,15 +126,24 @@ class Catalog:
         return frame.unique(subset=_SAME_WINDOW, keep="first", maintain_order=True)
 
 
+def _require_one_group(frame: pl.DataFrame) -> None:
+    # Asked before the split: a sample in two groups could be trained on and held out.
+    groups = frame.group_by("target_version", "sample_id").agg(pl.col("group_id").unique().sort())
+    clash = groups.filter(pl.col("group_id").list.len() > 1).sort("target_version", "sample_id")
+    if clash.height:
+        first = clash.row(0, named=True)
+        raise PlanConflictError(
+            f"sample {first['sample_id']!r} of v{first['target_version']:09d} is stored in groups "
+            f"{', '.join(map(repr, first['group_id']))} ({clash.height} such samples): it could be trained on and "
+            f"held out at once. A sample belongs to one prompt's group: collect it under one group id, and narrow "
+            f"the selection to leave this version out."
+        )
+
+
 def revision_of(commit_paths: Sequence[str]) -> LakeRevision:
     """The revision that a set of commits makes: SHA-256 over their sorted paths."""
     body = "\n".join(sorted(commit_paths)).encode()
     return LakeRevision(hashlib.sha256(body).hexdigest(), len(commit_paths))
-
-
-def revision_path(digest: str) -> str:
-    """Where a pinned revision lists its commits, one path per line."""
-    return f"revisions/{digest}.txt"
 
 
 def _pinned_paths(lake: Lake, revision: str, current: LakeRevision) -> list[str]:
@@ -143,7 +163,7 @@ def _pinned_paths(lake: Lake, revision: str, current: LakeRevision) -> list[str]
 
 def _read_commit(lake: Lake, path: str) -> pa.Table:
     try:
-        return decode_commit(lake.store.read(path), where=f"{lake.url}/{path}")
+        return lake.read_commit(path)
     except FileNotFoundError as error:
         raise CorruptDataError(
             f"{lake.url}/{path} vanished while the catalog was read; load it again, and if that persists "
@@ -151,10 +171,14 @@ def _read_commit(lake: Lake, path: str) -> pa.Table:
         ) from error
 
 
-def _heads_missing(lake: Lake, frame: pl.DataFrame) -> tuple[int, ...]:
-    registered = {record.version.number: record for record in lake.versions()}
-    needed = frame["target_version"].unique().sort().to_list()
-    return tuple(v for v in needed if v not in registered or not lake.has_head(registered[v].head_id))
+def _check_versions(lake: Lake, frame: pl.DataFrame) -> tuple[int, ...]:
+    """Versions whose record or head is absent; a version with another head than its windows is refused."""
+    registered = {record.version.number for record in lake.versions()}
+    pairs = frame.select("target_version", "head_id").unique().sort("target_version", "head_id").rows()
+    for number, head_id in pairs:
+        if number in registered:
+            lake.check_version(TargetVersion(number), head_id, where=f"a fragment in {lake.url}")
+    return tuple(v for v, head in pairs if v not in registered or not lake.has_head(head))
 
 
 def _condition(wanted: SelectionFilter) -> pl.Expr:

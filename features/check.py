@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from features.commits import CommitName, decode_commit
+from features.commits import CommitName
 from features.errors import LakeContractError
-from features.lake import TOKENS_FILE, Lake
-from features.schema import TargetVersion
+from features.fragments import TOKENS_FILE
+from features.lake import Lake
+from features.schema import HeadId, TargetVersion
 from features.storage import LocalStore
 from features.writer import ARRAYS
 from features.zarr_layout import ARRAY_FILE, GROUP_FILE, SHARD_KEY, ShardLayout
@@ -40,7 +41,7 @@ def check_lake(lake: Lake, level: Level = 0) -> tuple[Finding, ...]:
     committed: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(p for p in objects if CommitName.parse(p)):
         try:
-            rows = decode_commit(lake.store.read(path), where=path).to_pylist()
+            rows = lake.read_commit(path).to_pylist()
         except LakeContractError as error:
             findings.append(Finding("commit_unreadable", path, str(error), harmful=True))
             continue
@@ -77,12 +78,16 @@ def _left_over(lake: Lake, objects: set[str], committed: set[str]) -> Iterator[F
 def _versions(
     lake: Lake, committed: Mapping[str, list[dict[str, Any]]], *, read_heads: bool
 ) -> Iterator[Finding]:
-    for number in sorted({rows[0]["target_version"] for rows in committed.values()}):
+    pairs = {(rows[0]["target_version"], rows[0]["head_id"]) for rows in committed.values()}
+    for number, head_id in sorted(pairs):
         version = TargetVersion(number)
-        yield from _caught("version_unusable", str(version), _look_at_head, lake, version, read_heads)
+        yield from _caught(
+            "version_unusable", str(version), _look_at_head, lake, version, head_id, read_heads
+        )
 
 
-def _look_at_head(lake: Lake, version: TargetVersion, read_heads: bool) -> None:
+def _look_at_head(lake: Lake, version: TargetVersion, head_id: HeadId, read_heads: bool) -> None:
+    lake.check_version(version, head_id, where=f"a fragment in {lake.url}")
     record = lake.version(version)
     if read_heads or not lake.has_head(record.head_id):
         lake.head(record.head_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from features.digests import tensor_digest
+from features.digests import canonical_json, tensor_digest
 from features.errors import CorruptDataError, InputError
 
 SINGLE_FILE = "model.safetensors"
@@ -88,6 +88,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         f"no weights in {folder}: expected {SINGLE_FILE} or {INDEX_FILE} and found neither. "
         f"Point at a Hugging Face checkpoint folder saved as safetensors."
     )
+
+
+def write_safetensors(tensors: dict[str, RawTensor], metadata: dict[str, str]) -> bytes:
+    """A safetensors file of raw tensors, as bytes; the library's own writer knows no bfloat16 in numpy.
+
+    Header: little-endian u64 length, then JSON padded with spaces to 8 bytes; then the data,
+    back to back in name order (https://huggingface.co/docs/safetensors, "Format").
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in sorted(tensors.items()):
+        stop = offset + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = canonical_json(header)
+    text += b" " * (-len(text) % 8)
+    return b"".join([struct.pack("<Q", len(text)), text, *(t.data for _, t in sorted(tensors.items()))])
 
 
 def _indexed_entries(folder: Path, index_path: Path) -> dict[str, _Entry]:

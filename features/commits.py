@@ -24,6 +24,7 @@ from features.schema import (
     TargetVersion,
     Verification,
 )
+from features.seals import check_seal, sealed
 from features.windows import Window, WindowMeta
 from features.zarr_layout import crc32c
 
@@ -53,6 +54,11 @@ class CommitName:
         """None for an object that is no commit."""
         match = _COMMIT_NAME.fullmatch(path)
         return CommitName(int(match[1]), match[2], int(match[3])) if match else None
+
+
+def revision_path(digest: str) -> str:
+    """Where a pinned revision lists its commits, one path per line."""
+    return f"revisions/{digest}.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +105,9 @@ class TokenTable:
 
 
 def encode_commit(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Commit rows as one Parquet file."""
+    """Commit rows as one Parquet file, sealed."""
     sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(list(rows), COMMIT_SCHEMA), sink, compression="zstd")
+    pq.write_table(sealed(pa.Table.from_pylist(list(rows), COMMIT_SCHEMA)), sink, compression="zstd")
     return sink.getvalue()
 
 
@@ -109,7 +115,7 @@ def decode_commit(raw: bytes, *, where: str) -> pa.Table:
     """A commit's rows in ``COMMIT_SCHEMA``; columns that a later writer added are left out.
 
     Raises:
-        CorruptDataError: the bytes are no commit.
+        CorruptDataError: the bytes are no commit, or its rows were changed after it was written.
         LakeContractError: a newer format wrote it.
     """
     try:
@@ -119,21 +125,55 @@ def decode_commit(raw: bytes, *, where: str) -> pa.Table:
             f"{where} ({len(raw):,} bytes) is no complete Parquet file: {error}. Restore it from a copy."
         ) from error
     versions = table["schema_version"].to_pylist() if "schema_version" in table.column_names else []
-    if any(version > FORMAT_VERSION for version in versions):
+    newest = max((version for version in versions if isinstance(version, int)), default=0)
+    if newest > FORMAT_VERSION:
         raise LakeContractError(
-            f"{where} was written in format {max(versions)} and this program reads up to {FORMAT_VERSION}. "
+            f"{where} was written in format {newest} and this program reads up to {FORMAT_VERSION}. "
             f"Upgrade draftlake to read this lake."
         )
     absent = [f.name for f in COMMIT_SCHEMA if f.name not in table.column_names and not f.nullable]
     if absent:
         raise CorruptDataError(f"{where} lacks the columns {', '.join(absent)}: it is no commit of this lake")
-    columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(table.num_rows, field.type)
-        for field in COMMIT_SCHEMA
-    ]
+    check_seal(table, where=where)
+    empty = [f.name for f in COMMIT_SCHEMA if not f.nullable and table[f.name].null_count]
+    if empty:
+        raise CorruptDataError(f"{where} has no value in some rows of {', '.join(empty)}: it is no commit")
+    try:
+        columns = [
+            table[field.name].cast(field.type)
+            if field.name in table.column_names
+            else pa.nulls(table.num_rows, field.type)
+            for field in COMMIT_SCHEMA
+        ]
+    except pa.ArrowException as error:
+        raise CorruptDataError(f"{where} has a column of another type ({error}): it is no commit") from error
     return pa.Table.from_arrays(columns, schema=COMMIT_SCHEMA)
+
+
+def check_commit(table: pa.Table, name: CommitName, target_id: str, *, where: str) -> None:
+    """Refuse rows that are not of the fragment their commit's path names; a fence has none.
+
+    Raises:
+        CorruptDataError: the commit was moved or copied from another place, lake or target.
+    """
+    expected = {
+        "target_id": target_id,
+        "target_version": name.version,
+        "plan_id": name.plan_id,
+        "attempt": name.attempt,
+    }
+    for column, value in expected.items():
+        found = table[column].unique().to_pylist()
+        if found not in ([], [value]):
+            raise CorruptDataError(
+                f"{where} holds rows of {column} {', '.join(map(repr, found))}, expected {value!r}: it was moved "
+                f"or copied from elsewhere. Remove it, and collect into this lake what is missing."
+            )
+    for column in ("head_id", "data_prefix", "write_uuid"):
+        if len(found := table[column].unique().to_pylist()) > 1:
+            raise CorruptDataError(
+                f"{where} mixes {column} {', '.join(map(repr, found))}; a commit is of one fragment"
+            )
 
 
 def encode_tokens(windows: Sequence[Window], shard_bytes: Mapping[str, int]) -> bytes:

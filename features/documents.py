@@ -1,7 +1,8 @@
 """``lake.json`` and ``version.json``: value types to JSON bytes and back."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -9,6 +10,7 @@ from features.errors import CorruptDataError, LakeContractError, TargetMismatchE
 from features.schema import FORMAT_VERSION, TargetIdentity, TargetVersion, VersionRecord
 
 _FORMAT = "draftlake"
+_VERSION_PATH = re.compile(r"versions/v=(\d{9}|[1-9]\d{9,})/version\.json")
 
 
 def encode_lake(target: TargetIdentity) -> bytes:
@@ -62,6 +64,11 @@ def decode_version(raw: bytes, version: TargetVersion, *, where: str) -> Version
     if record.version != version:
         raise CorruptDataError(f"{where} describes {record.version}; it was moved or copied from elsewhere")
     return record
+
+
+def version_numbers(paths: Iterable[str]) -> list[int]:
+    """Numbers of the versions that have a record among ``paths``, ascending; other objects are none."""
+    return sorted(int(match[1]) for path in paths if (match := _VERSION_PATH.fullmatch(path)))
 
 
 def require_same_target(

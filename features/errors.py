@@ -18,6 +18,7 @@ Grouped by what a handler does::
     +-- DraftLayoutError        a draft does not fit where it is to be used         (exit 1)
     +-- TrainingFailedError     a training run gave nothing usable                  (exit 1)
     +-- EngineError             an engine refused, failed or cannot be reached      (exit 1)
+    |   +-- EnginePausedError
     +-- GateRefusedError        measured, and not good enough                       (exit 3)
     +-- RegistryConflictError   somebody else moved the channel first               (exit 1)
 
@@ -102,6 +103,10 @@ class TrainingFailedError(DraftlakeError):
 
 class EngineError(DraftlakeError):
     """An engine refused a request, failed, or cannot be reached."""
+
+
+class EnginePausedError(EngineError):
+    """An engine was paused and could not be resumed: it may hold the right draft and serve nobody."""
 
 
 class GateRefusedError(DraftlakeError):

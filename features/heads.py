@@ -6,7 +6,7 @@ Shape legend: N = rows, H = target hidden size, V = target vocabulary (rows of t
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from features.checkpoint import Checkpoint, RawTensor, open_checkpoint
+from features.bfloat16 import Float32, Stored, bf16_to_float32, to_float32
+from features.checkpoint import Checkpoint, RawTensor, open_checkpoint, write_safetensors
 from features.digests import canonical_json
 from features.errors import CorruptDataError, InputError, LakeContractError
 from features.schema import FeatureDtype, HeadId
 from features.target import read_config, text_config
-
-Stored = NDArray[np.uint16] | NDArray[np.float32]
-Float32 = NDArray[np.float32]
 
 VOCAB_BLOCK = 8192
 """LM head rows converted and multiplied at a time."""
@@ -213,46 +211,16 @@ def head_from_checkpoint(folder: Path) -> HeadSnapshot:
         dtype=dtype,
         embed_tokens=None if _same_bits(embed, lm_head) else embed,
         bias=_widened(_decoded(checkpoint, bias_name)) if bias_name else None,
-        logit_scale=_logit_scale(config),
+        logit_scale=logit_scale(config),
         softcap=config.get("final_logit_softcapping"),
     )
 
 
-def bf16_to_float32(bits: NDArray[np.uint16]) -> Float32:
-    """bfloat16 bits as float32, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def float32_to_bf16(values: Float32) -> NDArray[np.uint16]:
-    """float32 to bfloat16 bits, round to nearest even; NaN stays NaN, with its sign and top payload."""
-    wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-    quiet = (wide >> 16) | 0x40
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
-
-
-def to_float32(array: Stored, dtype: FeatureDtype) -> Float32:
-    """Stored features or weights as float32, exactly."""
-    return (
-        bf16_to_float32(array.view(np.uint16)) if dtype is FeatureDtype.BFLOAT16 else array.view(np.float32)
-    )
-
-
-def write_safetensors(tensors: dict[str, RawTensor], metadata: dict[str, str]) -> bytes:
-    """A safetensors file of raw tensors; the library's own writer knows no bfloat16 in numpy.
-
-    Header: little-endian u64 length, then JSON padded with spaces to 8 bytes; then the data,
-    back to back in name order (https://huggingface.co/docs/safetensors, "Format").
-    """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name, tensor in sorted(tensors.items()):
-        stop = offset + len(tensor.data)
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = canonical_json(header)
-    text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *(t.data for _, t in sorted(tensors.items()))])
+def logit_scale(config: Mapping[str, Any]) -> float:
+    """What multiplies the logits: Cohere's ``logit_scale``, or one over Granite's ``logits_scaling``; else 1."""
+    if config.get("logit_scale") is not None:
+        return float(config["logit_scale"])
+    return 1.0 / float(config.get("logits_scaling") or 1.0)
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
@@ -338,10 +306,3 @@ def _same_bits(left: Stored, right: Stored) -> bool:
 
 def _widened(array: Stored) -> Float32:
     return bf16_to_float32(array.view(np.uint16)) if array.dtype == np.uint16 else array.view(np.float32)
-
-
-def _logit_scale(config: dict[str, Any]) -> float:
-    # Cohere multiplies by logit_scale; Granite divides by logits_scaling.
-    if config.get("logit_scale") is not None:
-        return float(config["logit_scale"])
-    return 1.0 / float(config.get("logits_scaling") or 1.0)

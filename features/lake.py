@@ -6,27 +6,32 @@ needs neither polars nor zarr nor torch, so it runs inside other people's traine
 
 import json
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
 
 from features.commits import (
     CODEC,
     CommitName,
     TokenRow,
     TokenTable,
+    check_commit,
     decode_commit,
-    decode_tokens,
+    revision_path,
     window_meta,
 )
 from features.digests import canonical_json
-from features.documents import decode_lake, decode_version, encode_lake, encode_version, require_same_target
+from features.documents import (
+    decode_lake,
+    decode_version,
+    encode_lake,
+    encode_version,
+    require_same_target,
+    version_numbers,
+)
 from features.errors import (
     CorruptDataError,
     HeadMissingError,
@@ -37,6 +42,7 @@ from features.errors import (
     UnknownVersionError,
     VersionConflictError,
 )
+from features.fragments import Fragments
 from features.heads import HeadSnapshot
 from features.schema import (
     FORMAT_VERSION,
@@ -49,15 +55,14 @@ from features.schema import (
 )
 from features.storage import Store
 from features.target import config_digest, stable_config
-from features.windows import Window
-from features.zarr_layout import SHARD_KEY, crc32c
+from features.windows import Window, check_window
 
 log = logging.getLogger(__name__)
 
 LAKE_FILE = "lake.json"
-TOKENS_FILE = "tokens.arrow"
 
-_CACHED_FRAGMENTS = 256
+_TARGET_FIELDS = ("target_id", "tokenizer_digest", "hidden_size", "vocab_size")
+"""What a version's record shares with its lake's target."""
 
 
 class Lake:
@@ -67,8 +72,7 @@ class Lake:
         self.store = store
         self.target = target
         self._records: dict[TargetVersion, VersionRecord] = {}
-        self._fragments: OrderedDict[str, TokenTable] = OrderedDict()
-        self._lock = threading.Lock()
+        self._fragments = Fragments(store)
 
     @staticmethod
     def init(url: str, target: TargetIdentity, **storage_options: Any) -> "Lake":
@@ -196,6 +200,12 @@ class Lake:
                 f"{self.url}/{path} decodes to head {snapshot.head_id}: its values changed after it was "
                 f"written. Restore the blob from a copy."
             )
+        expected = (self.target.vocab_size, self.target.hidden_size)
+        if snapshot.lm_head.shape != expected:
+            raise CorruptDataError(
+                f"{self.url}/{path} is a head of shape {snapshot.lm_head.shape}, this lake's target has "
+                f"{expected}: it was copied from another lake. Remove it and put the head of this target."
+            )
         return snapshot
 
     def register_version(self, record: VersionRecord) -> VersionRecord:
@@ -206,8 +216,7 @@ class Lake:
             HeadMissingError: its head was not put first.
             VersionConflictError: the number is taken by other weights.
         """
-        names = ("target_id", "tokenizer_digest", "hidden_size", "vocab_size")
-        require_same_target(record, self.target, names, where=f"the lake at {self.url}")
+        require_same_target(record, self.target, _TARGET_FIELDS, where=f"the lake at {self.url}")
         if not self.has_head(record.head_id):
             raise HeadMissingError(
                 f"{record.version} of {record.target_id!r} names head {record.head_id}, which is not in "
@@ -245,18 +254,28 @@ class Lake:
                     f"{version} is not registered in {self.url} (registered: {known}). "
                     f"Collect that version first, or choose one of these."
                 ) from error
-            self._records[version] = decode_version(raw, version, where=f"{self.url}/{path}")
+            record = decode_version(raw, version, where=f"{self.url}/{path}")
+            try:
+                require_same_target(record, self.target, _TARGET_FIELDS, where=f"the lake at {self.url}")
+            except TargetMismatchError as error:
+                raise CorruptDataError(
+                    f"{self.url}/{path} was edited or copied from another lake: {error}"
+                ) from error
+            self._records[version] = record
         return self._records[version]
 
     def versions(self) -> tuple[VersionRecord, ...]:
         """Every registered version, ascending; asked anew each time."""
-        paths = [path for path in self.store.list("versions") if path.endswith("/version.json")]
-        numbers = sorted(int(path.split("/")[1].removeprefix("v=")) for path in paths)
+        numbers = version_numbers(self.store.list("versions"))
         return tuple(self.version(TargetVersion(number)) for number in numbers)
 
     def head_of(self, version: TargetVersion) -> HeadSnapshot:
         """The head snapshot of a version, and of no other."""
         return self.head(self.version(version).head_id)
+
+    def has_revision(self, digest: str) -> bool:
+        """Whether a revision of this lake was pinned under that digest: every training run pins its own."""
+        return self.store.exists(revision_path(digest))
 
     def commit_paths(self) -> list[str]:
         """Paths of the visible commits, sorted: of each version and plan the lowest attempt, fences aside."""
@@ -266,6 +285,35 @@ class Lake:
             attempts.setdefault((name.version, name.plan_id), []).append(name)
         return sorted(self._first_commit(candidates).path for candidates in attempts.values())
 
+    def read_commit(self, path: str) -> pa.Table:
+        """A commit's rows, ``COMMIT_SCHEMA``; none when it is a fence.
+
+        Raises:
+            FileNotFoundError: the object is absent.
+            CorruptDataError: it is cut, was changed, or was moved or copied from elsewhere.
+        """
+        name, where = CommitName.parse(path), f"{self.url}/{path}"
+        if name is None:
+            raise ValueError(f"{path!r} is no path of a commit")
+        table = decode_commit(self.store.read(path), where=where)
+        check_commit(table, name, self.target.target_id, where=where)
+        return table
+
+    def check_version(self, version: TargetVersion, head_id: HeadId, *, where: str) -> None:
+        """Refuse rows whose version is registered with another head than they were collected with.
+
+        Raises:
+            UnknownVersionError: the version is not registered.
+            VersionConflictError: version and head do not belong together.
+        """
+        found = self.version(version).head_id
+        if found != head_id:
+            raise VersionConflictError(
+                f"{where} was collected with head {head_id} at {version}, and {self.url}/{version_path(version)} "
+                f"names head {found}: one of them was edited. Restore it from a copy; features are never "
+                f"scored with another version's head."
+            )
+
     def read_window(self, row: Mapping[str, Any]) -> Window:
         """Read one window: a byte range per array, checked; ``row`` is a row of ``COMMIT_SCHEMA``.
 
@@ -273,8 +321,12 @@ class Lake:
 
         Raises:
             CorruptDataError: an object is absent or too short, or a checksum differs.
-            LakeContractError: the row was written in a form this program does not know.
+            VersionConflictError: its version is registered with another head.
+            LakeContractError: the row was written in a form this program does not know, or does
+                not describe this window.
         """
+        where = f"sample {row['sample_id']!r} in {row['data_prefix']}"
+        self.check_version(TargetVersion(row["target_version"]), row["head_id"], where=where)
         if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
             raise LakeContractError(
                 f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
@@ -282,17 +334,19 @@ class Lake:
                 f"draftlake."
             )
         layout = FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
-        tokens = self._tokens_of(row)
-        return Window(
+        tokens = self.read_tokens(row)
+        window = Window(
             meta=window_meta(row),
             layout=layout,
             token_ids=tokens.token_ids.copy(),
             sampled_mask=tokens.sampled_mask.copy(),
             loss_mask=None if tokens.loss_mask is None else tokens.loss_mask.copy(),
             logprobs=tokens.logprobs.copy(),
-            aux=self._read_rows(row, "aux", layout.aux_width, layout.dtype),
-            final=self._read_rows(row, "final", layout.hidden_size, layout.dtype),
+            aux=self._fragments.rows(row, "aux", layout.aux_width, layout.dtype),
+            final=self._fragments.rows(row, "final", layout.hidden_size, layout.dtype),
         )
+        check_window(window, vocab_size=self.target.vocab_size)
+        return window
 
     def fragment_tokens(self, data_prefix: str) -> TokenTable:
         """A fragment's token table, with both shard objects' lengths checked against it.
@@ -300,58 +354,25 @@ class Lake:
         Raises:
             CorruptDataError: an object of the fragment is absent or has another length.
         """
-        with self._lock:
-            if data_prefix in self._fragments:
-                self._fragments.move_to_end(data_prefix)
-                return self._fragments[data_prefix]
-        path = f"{data_prefix}/{TOKENS_FILE}"
-        try:
-            table = decode_tokens(self.store.read(path), where=f"{self.url}/{path}")
-            for array, expected in table.shard_bytes.items():
-                path = f"{data_prefix}/{array}/{SHARD_KEY}"
-                found = self.store.size(path)
-                if found != expected:
-                    raise CorruptDataError(
-                        f"{self.url}/{path} has {found:,} bytes, expected {expected:,}. "
-                        f"Restore it from a copy, or collect the fragment again."
-                    )
-        except FileNotFoundError as error:
-            raise _absent(self.url, path) from error
-        with self._lock:
-            self._fragments[data_prefix] = table
-            while len(self._fragments) > _CACHED_FRAGMENTS:
-                self._fragments.popitem(last=False)
-        return table
+        return self._fragments.table(data_prefix)
 
-    def _tokens_of(self, row: Mapping[str, Any]) -> TokenRow:
-        table, index = self.fragment_tokens(row["data_prefix"]), int(row["window_index"])
-        tokens = table.rows[index] if index < len(table.rows) else None
-        if (
-            tokens is None
-            or tokens.crc32c != row["crc32c_tokens"]
-            or len(tokens.token_ids) != row["num_rows"] + 1
-        ):
-            raise _checksum_error(f"{self.url}/{row['data_prefix']}/{TOKENS_FILE}", row)
-        return tokens
+    def read_tokens(self, row: Mapping[str, Any]) -> TokenRow:
+        """Tokens and masks of one window, checked, without its features.
 
-    def _read_rows(self, row: Mapping[str, Any], array: str, width: int, dtype: FeatureDtype) -> NDArray[Any]:
-        path = f"{row['data_prefix']}/{array}/{SHARD_KEY}"
-        row_bytes = width * dtype.itemsize
-        start = row["row_offset"] * row_bytes
-        try:
-            data = self.store.read_range(path, start, start + row["num_rows"] * row_bytes)
-        except FileNotFoundError as error:
-            raise _absent(self.url, path) from error
-        if crc32c(data) != row[f"crc32c_{array}"]:
-            raise _checksum_error(f"{self.url}/{path}", row)
-        little = np.dtype(dtype.numpy_name).newbyteorder("<")
-        # A copy: callers hand these arrays to libraries that refuse read-only memory.
-        return np.frombuffer(data, little).reshape(row["num_rows"], width).astype(dtype.numpy_name)
+        Raises:
+            CorruptDataError: an object is absent or cut, or the tokens are not those of ``row``.
+        """
+        if row["target_id"] != self.target.target_id:
+            raise CorruptDataError(
+                f"sample {row['sample_id']!r} is of target {row['target_id']!r}, {self.url} holds "
+                f"{self.target.target_id!r}. Read it from the lake it was selected in."
+            )
+        return self._fragments.tokens(row)
 
     def _first_commit(self, candidates: list[CommitName]) -> CommitName:
         # Several attempts are rare: only then is a fence told from a commit by reading it.
         for name in candidates if len(candidates) > 1 else ():
-            if decode_commit(self.store.read(name.path), where=f"{self.url}/{name.path}").num_rows:
+            if self.read_commit(name.path).num_rows:
                 return name
         return candidates[0]
 
@@ -369,17 +390,3 @@ def config_path(digest: str) -> str:
 def version_path(version: TargetVersion) -> str:
     """Where a version's record is."""
     return f"versions/{version.folder}/version.json"
-
-
-def _absent(url: str, path: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"{url}/{path} is absent though a commit names it. Nothing is read as zeros: "
-        f"restore the object from a copy, or collect the fragment again."
-    )
-
-
-def _checksum_error(where: str, row: Mapping[str, Any]) -> CorruptDataError:
-    return CorruptDataError(
-        f"{where}: stored bytes of sample {row['sample_id']!r} at position {row['start']} do not match the "
-        f"checksum in their commit. Restore the object from a copy, or collect the fragment again."
-    )

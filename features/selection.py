@@ -15,6 +15,7 @@ import pyarrow as pa
 from features.digests import canonical_json
 from features.errors import CorruptDataError, EmptySelectionError
 from features.schema import COMMIT_SCHEMA, LakeRevision, ReadPlan, SelectionFilter, Split, VersionRange
+from features.seals import check_seal, sealed
 
 _METADATA_KEY = b"draftlake.selection"
 # What is read, not who wrote it: two lakes with equal bytes give equal digests.
@@ -72,7 +73,7 @@ class Selection:
             "digest": self.digest,
         }
         table = pa.Table.from_pylist(self.rows, COMMIT_SCHEMA)
-        table = table.replace_schema_metadata({_METADATA_KEY: canonical_json(document)})
+        table = sealed(table.replace_schema_metadata({_METADATA_KEY: canonical_json(document)}))
         sink = io.BytesIO()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
@@ -87,6 +88,7 @@ class Selection:
         """
         try:
             table = pa.ipc.open_file(pa.BufferReader(raw)).read_all()
+            check_seal(table, where="stored selection")
             document = json.loads((table.schema.metadata or {})[_METADATA_KEY])
             selection = Selection(
                 filter=_filter(document["filter"]),

@@ -184,16 +184,19 @@ class LocalStore(Store):
         return sorted(name for name in self._walk("") if name.endswith(TEMPORARY_SUFFIX))
 
     def delete_prefix(self, prefix: str) -> None:
-        for name in self._walk(prefix):
+        for name in self._walk(prefix, follow=False):
             self._at(name).unlink(missing_ok=True)
         base = self._root if prefix == "" else self._at(prefix)
         for folder, _, _ in os.walk(base, topdown=False):
             with suppress(OSError):
                 os.rmdir(folder)
 
-    def _walk(self, prefix: str) -> Iterator[str]:
+    def _walk(self, prefix: str, *, follow: bool = True) -> Iterator[str]:
+        """Names of all files; a folder that was moved and linked is part of the store, unless it leads upwards."""
         base = self._root if prefix == "" else self._at(prefix)
-        for folder, _, files in os.walk(base):
+        for folder, folders, files in os.walk(base, followlinks=follow):
+            here = os.path.realpath(folder)
+            folders[:] = [name for name in folders if not _leads_up(os.path.join(folder, name), here)]
             relative = Path(folder).relative_to(self._root)
             yield from ((relative / name).as_posix() for name in files)
 
@@ -291,23 +294,6 @@ class S3Store(FsspecStore):
         raise AssertionError("the last attempt returns or raises")
 
 
-def honours_create(store: Store) -> bool:
-    """Ask a store whether it refuses to create an object twice. Leaves nothing behind.
-
-    Some S3-compatible servers accept ``If-None-Match`` and overwrite all the same.
-    """
-    folder = f"probe/{uuid.uuid4().hex}"
-    try:
-        store.create(f"{folder}/object", b"first")
-        try:
-            store.create(f"{folder}/object", b"second")
-        except ObjectExistsError:
-            return store.read(f"{folder}/object") == b"first"
-        return False
-    finally:
-        store.delete_prefix(folder)
-
-
 def checked_path(path: str) -> str:
     """``path`` itself when it is relative, '/'-separated and stays under the root; else ``ValueError``."""
     segments = path.split("/")
@@ -349,6 +335,14 @@ def _read_fully(read: Callable[[int], bytes | None], count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _leads_up(path: str, here: str) -> bool:
+    """Whether ``path`` is a link to a folder that holds the folder ``here``: walking it would never end."""
+    if not os.path.islink(path):
+        return False
+    target = os.path.realpath(path)
+    return os.path.commonpath([target, here]) == target
 
 
 def _make_folders(folder: Path) -> None:

@@ -127,7 +127,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error}); copy it again from its source") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, expected a JSON object")
+        raise InputError(
+            f"{path} holds {type(value).__name__}, expected a JSON object; copy it again from its source"
+        )
     return value
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from features.heads import Float32, HeadSnapshot, Stored, float32_to_bf16, to_float32
+from features.bfloat16 import Float32, Stored, float32_to_bf16, from_float32, to_float32
+from features.heads import HeadSnapshot
 from features.lake import Lake
 from features.schema import (
     NO_TOKEN,
@@ -58,17 +59,14 @@ def tiny_window(
     aux = np.tile(final, len(layout.layer_ids)) + 0.1 * rng.standard_normal(
         (num_rows, layout.aux_width), np.float32
     )
-    stored = (
-        (float32_to_bf16(final), float32_to_bf16(aux))
-        if layout.dtype is FeatureDtype.BFLOAT16
-        else (final, aux)
-    )
-    tokens = _sampled_tokens(head, to_float32(stored[0], layout.dtype), rng)
+    stored_final = from_float32(final, layout.dtype)
+    kept_final = to_float32(stored_final, layout.dtype)
+    tokens = _sampled_tokens(head, kept_final, rng)
     sampled = np.arange(num_rows + 1) >= prompt_length
     sampled[-1] = False
     logprobs = np.full(num_rows + 1, np.nan, np.float32)
     rows = np.nonzero(sampled)[0]
-    logprobs[rows] = head.token_logprobs(to_float32(stored[0], layout.dtype)[rows - 1], tokens[rows])
+    logprobs[rows] = head.token_logprobs(kept_final[rows - 1], tokens[rows])
     known = WindowMeta(
         sample_id=f"v{version}-s{sample:04d}", group_id=f"g{sample // 2:04d}", version=TargetVersion(version),
         start=0, sequence_length=num_rows, prompt_length=prompt_length, verification=Verification.VERIFIED,
@@ -77,7 +75,7 @@ def tiny_window(
     )  # fmt: skip
     return Window(
         replace(known, **meta),  # type: ignore[arg-type]
-        layout, tokens, sampled, None, logprobs, aux=stored[1], final=stored[0],
+        layout, tokens, sampled, None, logprobs, aux=from_float32(aux, layout.dtype), final=stored_final,
     )  # fmt: skip
 
 
@@ -115,13 +113,17 @@ def tiny_lake(
 def register_tiny_version(lake: Lake, number: int, head: HeadSnapshot) -> HeadId:
     """Store a head and register it as a version of the lake's target."""
     head_id = lake.put_head(head)
-    target = lake.target
-    lake.register_version(VersionRecord(
+    lake.register_version(tiny_record(head_id, number, target=lake.target))
+    return head_id
+
+
+def tiny_record(head_id: HeadId, number: int = 0, *, target: TargetIdentity = TINY_TARGET) -> VersionRecord:
+    """The record of a version of ``target`` that was seen as a live module."""
+    return VersionRecord(
         version=TargetVersion(number), target_id=target.target_id, config_digest=target.config_digest,
         tokenizer_digest=target.tokenizer_digest, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
         head_id=head_id, weights_digest=None,
-    ))  # fmt: skip
-    return head_id
+    )  # fmt: skip
 
 
 def commit_tiny(lake: Lake, number: int, head_id: HeadId, windows: Sequence[Window]) -> CommitResult:
@@ -172,7 +174,7 @@ def _lake_window(
 
 def _mixed(origin: Stored, other: Stored, layout: FragmentLayout, share: float) -> Stored:
     values = to_float32(origin, layout.dtype) + np.float32(share) * to_float32(other, layout.dtype)
-    return float32_to_bf16(values) if layout.dtype is FeatureDtype.BFLOAT16 else values
+    return from_float32(values, layout.dtype)
 
 
 def _target_of(head: HeadSnapshot) -> TargetIdentity:

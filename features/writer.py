@@ -18,7 +18,6 @@ from features.commits import (
     CODEC,
     CommitName,
     TokenRow,
-    decode_commit,
     encode_commit,
     encode_tokens,
     meta_fields,
@@ -32,7 +31,8 @@ from features.errors import (
     TargetMismatchError,
     VersionConflictError,
 )
-from features.lake import TOKENS_FILE, Lake
+from features.fragments import TOKENS_FILE
+from features.lake import Lake
 from features.schema import FORMAT_VERSION, FragmentLayout, HeadId, TargetVersion
 from features.windows import Window, check_window
 from features.zarr_layout import (
@@ -280,20 +280,22 @@ def _judge(
 ) -> CommitResult | Literal["free", "fenced"]:
     """What holds this attempt's key: nothing, a fence, our own commit or an equal one; else a conflict."""
     try:
-        raw = lake.store.read(name.path)
+        rows = lake.read_commit(name.path).to_pylist()
     except FileNotFoundError:
         return "free"
-    rows = decode_commit(raw, where=f"{lake.url}/{name.path}").to_pylist()
     if not rows:
         return "fenced"
     found_uuid = str(rows[0]["write_uuid"])
     if found_uuid == own_uuid:
         return fragment.result(name, found_uuid, "committed")
-    stored = lake.fragment_tokens(rows[0]["data_prefix"]).rows
+    stored = [lake.read_tokens(row) for row in rows]
     offered = [TokenRow.of(window) for window in fragment.windows]
     same = (
-        len(stored) == len(rows) == len(offered)
-        and all(row["sample_id"] == w.meta.sample_id for row, w in zip(rows, fragment.windows, strict=True))
+        len(rows) == len(offered)
+        and all(
+            (row["sample_id"], row["group_id"]) == (w.meta.sample_id, w.meta.group_id)
+            for row, w in zip(rows, fragment.windows, strict=True)
+        )
         and all(left.same_tokens(right) for left, right in zip(stored, offered, strict=True))
     )
     if not same:

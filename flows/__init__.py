@@ -5,7 +5,6 @@ Where to go:
 - ``retrain``          the ``retrain`` flow: pin, train, evaluate, gate, and when asked publish
 - ``record``           what a run shows of itself: tags and the run page's table and report
 - ``subprocess_step``  a pipeline step as its own process, watched and bound to its parent
-- ``die_with_parent``  the small launcher that does the binding
 - ``local_stack``      a Prefect server and worker on this machine
 - ``commands``         ``draftlake flows ...``
 - ``hooks``            lets a decision resume the runs that wait for it

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from features.errors import InputError
+from pipelines.context import LAKE_VARIABLE
 
 if TYPE_CHECKING:
     from flows.local_stack import LocalStack
@@ -31,7 +32,7 @@ def up(
         int, typer.Option(min=1, max=65535, help="Port of the server, on this machine only.")
     ] = 4200,
     lake: Annotated[
-        str | None, typer.Option("--lake", envvar="DRAFTLAKE_LAKE", help="Lake of runs that name none.")
+        str | None, typer.Option("--lake", envvar=LAKE_VARIABLE, help="Lake of runs that name none.")
     ] = None,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for the logs; default: in Prefect's home.")

@@ -22,7 +22,9 @@ from typing import Any
 import httpx
 
 from features.errors import DraftlakeError, InputError
-from flows.subprocess_step import start_bound, stop_group, tail
+from flows.subprocess_step import tail
+from pipelines.context import LAKE_VARIABLE
+from publish.processes import start_bound, stop_group
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def stack_environment(api_url: str, lake: str | None) -> dict[str, str]:
     }
     if lake is not None:
         # A run's working directory is not the caller's.
-        settings["DRAFTLAKE_LAKE"] = lake if "://" in lake else str(Path(lake).resolve())
+        settings[LAKE_VARIABLE] = lake if "://" in lake else str(Path(lake).resolve())
     return settings
 
 

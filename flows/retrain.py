@@ -25,14 +25,13 @@ from flows.subprocess_step import run_draftlake
 from pipelines import evaluate as evaluating
 from pipelines import inspect, promote
 from pipelines import train as training_pipeline
-from pipelines.context import RunContext
+from pipelines.context import LAKE_VARIABLE, RunContext
 from publish.gates import GateDecision
 from training.artifact import EvalReport
 from training.spec import TrainSpec
 
 logger = logging.getLogger(__name__)
 
-LAKE_VARIABLE = "DRAFTLAKE_LAKE"
 REVIEWER = "flow retrain"
 """Named in the registry where no person decided."""
 

@@ -8,26 +8,22 @@ counts as done only when it exited with 0 and wrote its result.
 
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from features.errors import DraftlakeError, GateRefusedError, InputError
-from flows import die_with_parent
+from publish.processes import start_bound, stop_group
 
 logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 20
-_GRACE_S = 10.0
 _ERRORS = {error.exit_code: error for error in (DraftlakeError, InputError, GateRefusedError)}
 
 
@@ -45,38 +41,6 @@ def draftlake_program() -> str:
             f"Install the distribution into the worker's environment: pip install 'draftlake[flows,train]'"
         )
     return found
-
-
-def start_bound(
-    argv: Sequence[str],
-    *,
-    stdout: IO[bytes],
-    stderr: IO[bytes],
-    death_signal: signal.Signals = signal.SIGKILL,
-    env: dict[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a program in its own session; the kernel signals it when this thread's process dies."""
-    launcher = [sys.executable, "-I", die_with_parent.__file__, str(os.getpid()), str(int(death_signal))]
-    return subprocess.Popen(
-        [*launcher, *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        env=os.environ | (env or {}),
-    )
-
-
-def stop_group(process: subprocess.Popen[bytes], *, grace_s: float = _GRACE_S) -> None:
-    """End a session started by ``start_bound``: asked first, then killed with all its children."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_draftlake(arguments: Sequence[str], *, poll_s: float = 0.5) -> Any:

@@ -170,7 +170,8 @@ plt.show()
 # ## How far: the target's head against its first version
 #
 # Relative L2 distance and row-wise cosine of the LM head. Linear CKA would stay at 1.0 under a rotation that
-# already breaks a draft, so it is not used.
+# already breaks a draft, so it is not used. Distances of states and the KL of distributions need rollouts that
+# were replayed under both versions (`shared_tokens`); without any they are null, not guessed.
 
 # %%
 selection = catalog.select(SelectionFilter(split=Split.ALL))
@@ -182,7 +183,9 @@ drift.select("older", "newer", "lm_head_relative_l2", "lm_head_cosine", "kl", "s
 stale = measured.filter(pl.col("draft") == first_draft)
 together = stale.join(drift, left_on="version", right_on="newer").sort("version")
 figure, axis = plt.subplots(figsize=(5.4, 3.8), layout="constrained")
-axis.plot(together["lm_head_relative_l2"], together["tau"], "o-", color=STALE)
+start = stale.filter(pl.col("version") == pairs[0][0])["tau"].to_list()
+axis.plot([0.0, *together["lm_head_relative_l2"]], [*start, *together["tau"]], "o-", color=STALE)
+axis.margins(0.1)
 for row in together.iter_rows(named=True):
     place = (row["lm_head_relative_l2"], row["tau"])
     axis.annotate(f"v{row['version']}", place, textcoords="offset points", xytext=(6, 6))

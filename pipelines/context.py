@@ -8,6 +8,9 @@ from features.errors import InputError
 from pipelines.progress import SILENT, Progress
 from publish.engines import RolloutEngine
 
+LAKE_VARIABLE = "DRAFTLAKE_LAKE"
+"""Environment variable with the lake of commands and runs that name none."""
+
 
 def utc_now() -> datetime:
     """The wall clock, aware."""

@@ -51,9 +51,11 @@ class OnConsole:
 
     @contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
+        if not self.console.is_terminal:
+            self.say(f"{label} ({total})")
+            yield lambda _done: None
+            return
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # In a log file a bar would leave nothing but empty lines.
-        hidden = not self.console.is_terminal
-        with RichBars(*columns, console=self.console, transient=True, disable=hidden) as bars:
+        with RichBars(*columns, console=self.console, transient=True) as bars:
             task = bars.add_task(label, total=total)
             yield lambda done: bars.advance(task, done)

@@ -14,7 +14,7 @@ from publish.engines import RolloutEngine
 from publish.gates import GateDecision, GateSpec, decide
 from publish.registry import Registry
 from publish.swap import PublishedDraft, SwapReport, plan_swap, serves, swap_draft
-from training.artifact import Document, TrainingManifest, load_artifact
+from training.artifact import Document, load_artifact
 
 DEFAULT_GATE = GateSpec()
 _PAUSE_PARTS = ("pause", "load", "verify", "resume", "total")
@@ -58,7 +58,7 @@ def import_draft(url: str, folder: Path) -> str:
         DraftLayoutError: the folder is incomplete, or it reads layers that this target does not have.
     """
     lake, registry = open_registry(url)
-    manifest, target = _manifest_of(folder), lake.target
+    manifest, target = load_artifact(folder).manifest, lake.target
     names = ("target_id", "tokenizer_digest", "hidden_size", "vocab_size")
     differing = [n for n in names if getattr(manifest, n) != getattr(target, n)]
     if differing:
@@ -73,16 +73,6 @@ def import_draft(url: str, folder: Path) -> str:
             f"has {target.num_layers} blocks (ids 0..{target.num_layers}). Train a draft for this target"
         )
     return registry.import_artifact(folder)
-
-
-def _manifest_of(folder: Path) -> TrainingManifest:
-    try:
-        return load_artifact(folder).manifest
-    except ValueError as error:  # JSON, text encoding and pydantic errors alike
-        raise DraftLayoutError(
-            f"{folder} is no draft artifact: {' '.join(str(error).split())}. "
-            f"Point at a folder that `draftlake train` wrote"
-        ) from error
 
 
 def judge(url: str, digest: str, spec: GateSpec = DEFAULT_GATE) -> GateDecision:
@@ -157,13 +147,18 @@ def publish(
     """
     _, registry = open_registry(url)
     digest = registry.resolve(digest)
+    _require_approved(registry, digest)
+    return _move(url, digest, engine_urls, ctx, action="publish", by=by, reason=reason)
+
+
+def _require_approved(registry: Registry, digest: str) -> None:
+    """Refuse what nobody approved. Of a retired draft the channel asks whether it was approved anew."""
     state = registry.state(digest)
-    if state not in (ArtifactState.APPROVED, ArtifactState.PRODUCTION):
+    if state in (ArtifactState.CANDIDATE, ArtifactState.REJECTED):
         raise GateRefusedError(
             f"{digest[:12]} is {state}, expected approved. Evaluate and approve it first: "
             f"draftlake eval {digest[:12]}, then draftlake approve {digest[:12]}"
         )
-    return _move(url, digest, engine_urls, ctx, action="publish", by=by, reason=reason)
 
 
 def rollback(
@@ -181,20 +176,28 @@ def rollback(
 
 
 def plan_publish(url: str, digest: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
-    """Which engines a publish would swap; asks them for their state and changes nothing."""
+    """Which engines a publish would swap; asks them for their state and changes nothing.
+
+    Raises:
+        GateRefusedError, EngineError: as :func:`publish` would raise them now.
+    """
     _, registry = open_registry(url)
     digest = registry.resolve(digest)
-    return _plan(registry, digest, engine_urls, ctx)
+    _require_approved(registry, digest)
+    return _plan(registry, digest, engine_urls, ctx, action="publish")
 
 
 def plan_rollback(url: str, method: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
     """Which draft a rollback would put back, and where."""
     _, registry = open_registry(url)
-    return _plan(registry, _previous(registry, url, method), engine_urls, ctx)
+    return _plan(registry, _previous(registry, url, method), engine_urls, ctx, action="rollback")
 
 
-def _plan(registry: Registry, digest: str, engine_urls: tuple[str, ...], ctx: RunContext) -> dict[str, Any]:
+def _plan(
+    registry: Registry, digest: str, engine_urls: tuple[str, ...], ctx: RunContext, *, action: Action
+) -> dict[str, Any]:
     artifact = registry.artifact(digest)
+    _head_before(registry.channel(artifact.manifest.method), digest, action)
     states = [engine.state() for engine in _open_engines(engine_urls, ctx)]
     plan = plan_swap({s.engine: s for s in states}, artifact)
     return {"artifact": digest, "state": registry.state(digest), **asdict(plan)}
@@ -253,9 +256,7 @@ def _move(
     lake, registry = open_registry(url)
     artifact = registry.artifact(digest)
     channel = registry.channel(artifact.manifest.method)
-    head = channel.head()
-    if head is None or head.artifact != digest:
-        channel.check(digest, action)
+    head = _head_before(channel, digest, action)
     engines = _open_engines(engine_urls, ctx)
     newest = max((r.version.number for r in lake.versions()), default=None)
     ctx.progress.say(f"{action} {digest[:12]} on {len(engines)} engine(s)")
@@ -278,6 +279,14 @@ def _move(
     )
     registry.add_evidence(digest, {"kind": "publication", **publication.model_dump(mode="json")})
     return publication
+
+
+def _head_before(channel: Channel, digest: str, action: Action) -> ChannelEntry | None:
+    """The channel's head, once the move to ``digest`` is known to be allowed or not needed."""
+    head = channel.head()
+    if head is None or head.artifact != digest:
+        channel.check(digest, action)
+    return head
 
 
 def _open_engines(urls: tuple[str, ...], ctx: RunContext) -> tuple[RolloutEngine, ...]:

@@ -71,7 +71,6 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
     selection.require_nonempty()
     for version in selection.plan.heads_missing:
         lake.head_of(TargetVersion(version))  # raises, with the remedy
-    catalog.pin(lake)
     registry = Registry(lake.store, lake.target.target_id)
     with tempfile.TemporaryDirectory(prefix="draftlake-train-") as scratch:
         parent = registry.fetch(job.parent, Path(scratch) / "parent") if job.parent else None
@@ -85,6 +84,7 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
                 target_config=lake.target_config(),
                 on_progress=_percent(advance),
             )
+        catalog.pin(lake)
         digest = registry.import_artifact(result.folder)
     losses = [row["loss"] for row in result.metrics]
     return TrainReport(

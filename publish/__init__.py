@@ -12,6 +12,7 @@ Where to go:
 - ``swap``          plan, prepare, commit, verify, put back
 - ``telemetry``     acceptance counters over time
 - ``launch``        start a server that can be published to
+- ``processes``     children that end with their parent (``die_with_parent`` is their launcher)
 - ``vllm_client``   talks to a vLLM server (outside it)
 - ``vllm_plugin``   runs inside vLLM's processes
 """

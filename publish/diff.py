@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
+from features.bfloat16 import bf16_to_float32
 from features.digests import tensor_digest
 from training.artifact import Document, EvalReport, Interval
 
@@ -153,8 +154,8 @@ def _relative_l2(a: Mapping[str, Any], b: Mapping[str, Any]) -> float | None:
 def _values(view: Mapping[str, Any]) -> NDArray[np.float64] | None:
     """A tensor's elements as float64; None for element types numpy has no match for."""
     raw = view["data"]
-    if view["dtype"] == "BF16":  # a bfloat16 is the upper half of a float32
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if view["dtype"] == "BF16":
+        return bf16_to_float32(np.frombuffer(raw, "<u2")).astype(np.float64)
     names = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "u1"}
     kind = names.get(view["dtype"])
     return None if kind is None else np.frombuffer(raw, kind).astype(np.float64)

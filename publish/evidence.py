@@ -50,6 +50,8 @@ class Decision(Document):
     """A reviewer's word on an artifact. ``decision`` has no default: an empty form approves nothing."""
 
     kind: Literal["decision"] = "decision"
+    artifact: str | None = None
+    """Digest of what was decided on. Every filed decision names it, so that none holds for another artifact."""
     decision: Literal["approve", "reject"]
     reviewer: Stated
     reason: Stated

@@ -1,13 +1,11 @@
 """Start a vLLM server that can be swapped into: the command line, and a local server for demos and tests.
 
 The routes that swapping needs are vLLM's development routes, which let a caller run methods
-inside the engine. The server therefore listens on the loopback interface unless told otherwise;
-never expose it beyond the cluster.
+inside the engine. The server therefore listens on the loopback interface only.
 """
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from features.errors import EngineError
+from publish.processes import STOP_GRACE_S, start_bound, stop_group
 from publish.vllm_client import VllmEngine
 from publish.vllm_plugin import BACKEND_NAME, EXTENSION_CLASS
 from publish.vllm_plugin.compat import installed_release, internals_for
@@ -27,6 +26,7 @@ from publish.vllm_plugin.roots import ROOTS_VARIABLE, joined_roots
 
 logger = logging.getLogger(__name__)
 
+_HOST = "127.0.0.1"
 # Two OpenMP threads were ten times slower than one on two shared cores.
 _CPU_ENV: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
@@ -55,12 +55,7 @@ def serve_command(
     dtype: str = "float32",
     max_model_len: int | None = None,
     max_num_seqs: int = 8,
-    enforce_eager: bool = True,
-    prefix_caching: bool = False,
     kv_cache_gib: int = 1,
-    served_name: str = "target",
-    host: str = "127.0.0.1",
-    python: str = sys.executable,
     vllm_version: str | None = None,
 ) -> ServeCommand:
     """The command that serves ``target`` with ``draft`` and the Draftlake plugin.
@@ -68,21 +63,20 @@ def serve_command(
     Args:
         draft: folder of the draft to boot with; None serves without speculation (nothing can be swapped).
         registry_roots: folders or URLs from which the engine may load drafts.
-        prefix_caching: off by default, so that runs are comparable and no cached prefix outlives its weights.
         kv_cache_gib: memory for KV, on a CPU only.
         vllm_version: release to write flags for; the installed one when None.
 
     Raises:
         EngineError: that vLLM release was never run with the plugin, or none is installed.
     """
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    argv += ["--served-model-name", served_name, "--host", host, "--port", str(port), "--dtype", dtype]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    argv += ["--served-model-name", "target", "--host", _HOST, "--port", str(port), "--dtype", dtype]
     argv += ["--max-num-seqs", str(max_num_seqs), "--logprobs-mode", "raw_logprobs"]
-    argv += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
+    argv += ["--enforce-eager"]
+    # Runs stay comparable, and no cached prefix outlives its weights.
+    argv += ["--no-enable-prefix-caching"]
     if max_model_len is not None:
         argv += ["--max-model-len", str(max_model_len)]
-    if enforce_eager:
-        argv += ["--enforce-eager"]
     if draft is not None:
         # The method is always named: vLLM would guess it from the folder's name.
         speculative = {
@@ -102,13 +96,14 @@ def serve_command(
     }
     if device == "cpu":
         env |= {**_CPU_ENV, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
-    return ServeCommand(tuple(argv), env, f"http://{host}:{port}")
+    return ServeCommand(tuple(argv), env, f"http://{_HOST}:{port}")
 
 
 class LocalServer:
     """A vLLM server as a child process, for demos and tests: a context manager.
 
-    The server and the processes it spawns form one process group, which ``stop`` ends.
+    The server and the processes it spawns form one process group, which ``stop`` ends; the
+    server is told to stop when this process dies without calling it.
     """
 
     def __init__(self, command: ServeCommand, *, log_path: Path, ready_timeout_s: float = 300.0) -> None:
@@ -128,12 +123,8 @@ class LocalServer:
         """
         started = time.monotonic()
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command.argv,
-                env={**os.environ, **self.command.env},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self._process = start_bound(
+                self.command.argv, stdout=log, stderr=log, death_signal=signal.SIGTERM, env=self.command.env
             )
         engine = VllmEngine(self.command.base_url)
         try:
@@ -150,20 +141,12 @@ class LocalServer:
         logger.info("vllm server ready url=%s seconds=%.1f", self.command.base_url, self.start_seconds)
         return engine
 
-    def stop(self, *, grace_s: float = 10.0) -> None:
+    def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End the server's process group; harmless when it has ended."""
         process, self._process = self._process, None
         if process is None:
             return
-        # The group outlives its leader when the engine's own process hangs, so it is signalled as a group.
-        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
-            if not _signal_group(process.pid, number):
-                break
-            deadline = time.monotonic() + wait_s
-            while time.monotonic() < deadline and _signal_group(process.pid, 0):
-                process.poll()
-                time.sleep(0.05)
-        process.wait()
+        stop_group(process, grace_s=grace_s)
 
     def log_tail(self, lines: int = 30) -> str:
         """The last lines the server wrote."""
@@ -191,12 +174,3 @@ def _release_flags(vllm_version: str | None) -> tuple[str, ...]:
         return internals_for(vllm_version or installed_release()).serve_flags
     except EngineRefusedError as error:
         raise EngineError(str(error)) from error
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Signal a process group; False when it has no member left."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True

@@ -59,7 +59,7 @@ class ArtifactSummary(Document):
     parent: str | None
     steps: int
     tau: TauEstimate | None
-    """Its evaluation with the newest head, when there is one."""
+    """On the newest version it was evaluated on, with that version's head."""
     tau_head_version: int | None
 
 
@@ -98,6 +98,10 @@ class Registry(ArtifactStore):
                 expected.model_validate(plain)
             except ValueError as error:
                 raise InputError(f"this is no valid {plain['kind']} document: {error}") from error
+            if plain.get("artifact") != digest:
+                raise InputError(
+                    f"a {plain['kind']} names its artifact; this one names none: expected {digest}"
+                )
         document_id = evidence_id(plain)
         try:
             self._store.create(f"{_EVIDENCE}/{digest}/{document_id}.json", canonical_json(plain))
@@ -115,7 +119,7 @@ class Registry(ArtifactStore):
         prefix = f"{_EVIDENCE}/{self._known(digest)}"
         name = re.compile(re.escape(prefix) + r"/([0-9a-f]{64})\.json")
         matches = [match for path in self._store.list(prefix) if (match := name.fullmatch(path))]
-        found = [self._read_evidence(match[0], match[1]) for match in matches]
+        found = [self._read_evidence(match[0], match[1], digest) for match in matches]
         chosen = [item for item in found if kind is None or item.kind == kind]
         return tuple(sorted(chosen, key=lambda item: (str(item.document.get("at", "")), item.id)))
 
@@ -200,7 +204,7 @@ class Registry(ArtifactStore):
                     lake_revision=manifest.lake_revision,
                     parent=manifest.parent,
                     steps=manifest.steps,
-                    tau=newest.overall if newest else None,
+                    tau=newest.by_version[newest.head_version] if newest else None,
                     tau_head_version=newest.head_version if newest else None,
                 )
             )
@@ -250,7 +254,7 @@ class Registry(ArtifactStore):
 
     # -- inside
 
-    def _read_evidence(self, path: str, document_id: str) -> Evidence:
+    def _read_evidence(self, path: str, document_id: str, digest: str) -> Evidence:
         try:
             document = json.loads(self._store.read(path))
             found = evidence_id(document)
@@ -260,7 +264,14 @@ class Registry(ArtifactStore):
             raise CorruptDataError(
                 f"{path} was altered: its content digests to {found}. Restore it from a copy."
             )
-        return Evidence(id=document_id, kind=str(document["kind"]), document=document)
+        kind = str(document["kind"])
+        about = document.get("artifact", None if kind in _DOCUMENT_TYPES else digest)
+        if about != digest:
+            raise CorruptDataError(
+                f"{path} is a {kind} about artifact {about}, and lies with those about {digest}: it was moved or "
+                f"copied. Remove it from there; evidence about one artifact never counts for another."
+            )
+        return Evidence(id=document_id, kind=kind, document=document)
 
     def _passing_gate(self, digest: str) -> tuple[tuple[str, GateDecision] | None, tuple[str, ...]]:
         """The gate an approval may rest on, with its id, or why there is none.
@@ -296,7 +307,7 @@ class Registry(ArtifactStore):
     def _file_decision(self, digest: str, fields: dict[str, Any]) -> str:
         earlier = self.decisions(digest)
         try:
-            decision = Decision.model_validate(fields)
+            decision = Decision.model_validate({**fields, "artifact": digest})
         except ValueError as error:
             raise InputError(f"a decision needs a reviewer, a reason and an aware time: {error}") from error
         if earlier and decision not in earlier and decision.at <= earlier[-1].at:

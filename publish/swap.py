@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from features.errors import DraftlakeError, EngineError
+from features.errors import DraftlakeError, EngineError, EnginePausedError
 from publish.engines import EngineState, RolloutEngine
 from training.artifact import DraftArtifact, fingerprint
 
 logger = logging.getLogger(__name__)
+
+_NOT_LIVE = frozenset({"t2d", "d2t"})
+"""Tensors that an engine may have no counterpart of: it derives one, and a full vocabulary needs no map."""
 
 Outcome = Literal["swapped", "already_current", "untouched", "put_back", "unknown"]
 """``unknown`` is the only one after which an engine may serve something else than before or asked for."""
@@ -47,6 +50,8 @@ class EngineOutcome:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The pause window by parts; empty when the engine was not paused for this draft."""
     detail: str = ""
+    paused: bool = False
+    """It could not be resumed after a failure: whatever draft it holds, it serves nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,14 @@ class SwapReport:
 
 
 def expected_fingerprint(artifact: DraftArtifact, owned: Sequence[str]) -> str | None:
-    """Fingerprint of the artifact's tensors that an engine owns; None if it lacks one of them."""
-    if not set(owned) <= set(artifact.tensors):
+    """Fingerprint of the artifact's tensors that an engine owns.
+
+    None when the two have other tensors: one that the artifact lacks, or one that the engine does
+    not own and so takes from elsewhere. An engine that owns nothing serves no artifact.
+    """
+    if not owned or not set(owned) <= set(artifact.tensors):
+        return None
+    if set(artifact.tensors) - set(owned) - _NOT_LIVE:
         return None
     return fingerprint({name: artifact.tensors[name] for name in owned})
 
@@ -127,33 +138,58 @@ def swap_draft(
         for name, engine in by_name.items():
             before[name] = engine.state()
         plan = plan_swap(before, artifact)
-        for name in plan.to_swap:
+        # A draft that an engine booted with was never compared with this artifact's config: preparing does.
+        booted = [name for name in plan.already_current if before[name].draft_artifact is None]
+        for name in (*plan.to_swap, *booted):
             by_name[name].prepare(uri, artifact.digest)
-    except DraftlakeError as error:
+    except Exception as error:
         untouched = [EngineOutcome(name, "untouched", before.get(name), before.get(name)) for name in by_name]
-        return SwapReport(artifact.digest, tuple(untouched), f"{error} No engine was changed.")
+        return SwapReport(artifact.digest, tuple(untouched), f"{_told(error)} No engine was changed.")
 
-    outcomes = {
-        name: EngineOutcome(name, "already_current", before[name], before[name])
-        for name in plan.already_current
-    }
-    failure: str | None = None
-    for name in plan.to_swap:
-        try:
-            outcomes[name] = _swap_one(by_name[name], artifact, before[name])
-        except DraftlakeError as error:
-            failure = str(error)
-            logger.warning("swap failed artifact=%s engine=%s error=%s", artifact.digest, name, error)
-            outcomes[name] = EngineOutcome(name, "unknown", before[name], detail=failure)
-            break
+    current = [
+        EngineOutcome(name, "already_current", before[name], before[name]) for name in plan.already_current
+    ]
+    swapped, failure = _swap_in_turn([by_name[name] for name in plan.to_swap], artifact, before)
+    reason = None if failure is None else _told(failure)
     if failure is not None:
-        for name in plan.to_swap:
-            attempted = outcomes.get(name)
-            if attempted is None:
-                outcomes[name] = EngineOutcome(name, "untouched", before[name], before[name])
-            else:
-                outcomes[name] = _put_back(by_name[name], attempted, before[name], previous)
-    return SwapReport(artifact.digest, tuple(outcomes[name] for name in by_name), failure)
+        swapped = [
+            outcome
+            if outcome.outcome == "untouched"
+            else _put_back(by_name[outcome.engine], outcome, before[outcome.engine], previous)
+            for outcome in swapped
+        ]
+    outcomes = {outcome.engine: outcome for outcome in (*current, *swapped)}
+    report = SwapReport(artifact.digest, tuple(outcomes[name] for name in by_name), reason)
+    if failure is not None and not isinstance(failure, Exception):
+        serving = {outcome.engine: outcome.outcome for outcome in report.outcomes}
+        logger.warning("swap interrupted artifact=%s engines=%s", artifact.digest, serving)
+        raise failure
+    return report
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, DraftlakeError) else f"{type(error).__name__}: {error}."
+
+
+def _swap_in_turn(
+    engines: Sequence[RolloutEngine], artifact: DraftArtifact, before: Mapping[str, EngineState]
+) -> tuple[list[EngineOutcome], BaseException | None]:
+    """Swap one engine after the other until one fails; that one is ``unknown``, those after it untouched."""
+    outcomes: list[EngineOutcome] = []
+    failure: BaseException | None = None
+    for engine in engines:
+        state = before[engine.name]
+        if failure is not None:
+            outcomes.append(EngineOutcome(engine.name, "untouched", state, state))
+            continue
+        try:
+            outcomes.append(_swap_one(engine, artifact, state))
+        except BaseException as error:  # whatever it is, even Ctrl-C: engines swapped before it go back
+            failure = error
+            logger.warning("swap failed artifact=%s engine=%s error=%r", artifact.digest, engine.name, error)
+            paused = isinstance(error, EnginePausedError)
+            outcomes.append(EngineOutcome(engine.name, "unknown", state, detail=_told(error), paused=paused))
+    return outcomes, failure
 
 
 def _swap_one(engine: RolloutEngine, artifact: DraftArtifact, before: EngineState) -> EngineOutcome:
@@ -181,10 +217,10 @@ def _put_back(
     details = [attempted.detail] if attempted.detail else []
     try:
         state = engine.state()
-        if state.draft_fingerprint == before.draft_fingerprint:
+        if state.draft_fingerprint == before.draft_fingerprint and not attempted.paused:
             return _restored(attempted, before, state, details)
-    except DraftlakeError as error:
-        details.append(f"state: {error}")
+    except Exception as error:
+        details.append(f"state: {_told(error)}")
     for step, put_back in (
         ("own copy", engine.revert),
         ("registry", lambda: _publish_again(engine, previous)),
@@ -192,11 +228,11 @@ def _put_back(
         try:
             put_back()
             state = engine.state()
-        except DraftlakeError as error:
-            details.append(f"{step}: {error}")
+        except Exception as error:
+            details.append(f"{step}: {_told(error)}")
             continue
         if state.draft_fingerprint == before.draft_fingerprint:
-            return _restored(attempted, before, state, details)
+            return _restored(replace(attempted, paused=False), before, state, details)
         details.append(
             f"{step}: draft fingerprint is {state.draft_fingerprint}, was {before.draft_fingerprint}"
         )

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from features.errors import DraftLayoutError, EngineError
+from features.errors import DraftLayoutError, EngineError, EnginePausedError
 from publish.engines import AcceptanceCounters, EngineState, GeneratedSequence
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ _NO_LOGPROB = -9999.0
 """What vLLM writes on the wire for minus infinity and NaN."""
 _MAX_IN_FLIGHT = 64
 _RESUME_TRIES = 3
+_CLOSED_ROUTE = (
+    "Start it with VLLM_SERVER_DEV_MODE=1 (swapping) and, where the release knows it, --enable-scale-out "
+    "(tokens in, tokens out), as `publish.launch.serve_command` does."
+)
 
 
 class VllmEngine:
@@ -96,6 +101,12 @@ class VllmEngine:
             EngineError: unreachable, no plugin, or no draft model.
         """
         answer = self._task("state")
+        absent = sorted({f.name for f in fields(EngineState)} - {"engine"} - answer.keys())
+        if absent:
+            raise EngineError(
+                f"engine {self.name} reports its state without {', '.join(absent)}: its plugin is of another "
+                f"release. Install the same draftlake beside the engine and restart it."
+            )
         return EngineState(
             engine=self.name,
             vllm_version=answer["vllm_version"],
@@ -205,8 +216,16 @@ class VllmEngine:
             return list(pool.map(one, range(len(prompts))))
 
     def set_target_version(self, label: str) -> None:
-        """Label the target's weights from now on; outputs report it as ``weight_versions``."""
-        self._send("POST", "/update_weight_version", json={"new_version": label})
+        """Label the target's weights from now on; outputs report it as ``weight_versions``.
+
+        Raises:
+            EngineError: unreachable, or a release without labels: outputs then carry none.
+        """
+        remedy = (
+            "Releases before labels (0.26) cannot say which target version sampled a token: serve a newer one, "
+            "or label the rollouts where they are requested, between two target syncs."
+        )
+        self._send("POST", "/update_weight_version", absent=remedy, json={"new_version": label})
 
     def call_worker(self, method: str, kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Run a method of vLLM's worker in every worker; one result each.
@@ -215,7 +234,15 @@ class VllmEngine:
             EngineError: unreachable, or the method raised.
         """
         answer = self._send("POST", "/collective_rpc", json={"method": method, "kwargs": dict(kwargs or {})})
-        return list(answer.json()["results"]) if answer.content else []
+        if not answer.content:
+            return []
+        try:
+            return list(answer.json()["results"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(
+                f"engine {self.name} answered {method} with {answer.text[:80]!r}, expected JSON with 'results'. "
+                f"Is {self.base_url} that vLLM server itself, not a proxy's error page?"
+            ) from error
 
     def _task(self, task: str, **kwargs: str) -> dict[str, Any]:
         ticket = self._one(self.call_worker("draftlake_start", {"task": task, **kwargs}))["ticket"]
@@ -235,10 +262,10 @@ class VllmEngine:
                 f"swapped into single-worker engines; serve several engines instead of several workers."
             )
         answer: dict[str, Any] = results[0]
-        if answer["ok"]:
+        if answer.get("ok") is True:
             return answer
-        error = DraftLayoutError if answer["kind"] == "layout" else EngineError
-        raise error(f"engine {self.name}: {answer['message']}")
+        error = DraftLayoutError if answer.get("kind") == "layout" else EngineError
+        raise error(f"engine {self.name}: {answer.get('message') or f'unexpected answer {answer!r:.200}'}")
 
     def _update(self, update_info: Mapping[str, Any]) -> None:
         self._send("POST", "/start_draft_weight_update")
@@ -274,9 +301,15 @@ class VllmEngine:
             with suppress(EngineError):
                 self._send("POST", "/resume")
                 return
-        self._send("POST", "/resume")
+        try:
+            self._send("POST", "/resume")
+        except EngineError as error:
+            raise EnginePausedError(
+                f"engine {self.name} was paused for a swap and could not be resumed ({error}): it may serve "
+                f"nobody. Resume it (POST {self.base_url}/resume) or restart it."
+            ) from error
 
-    def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, *, absent: str = _CLOSED_ROUTE, **kwargs: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **kwargs)
         except httpx.HTTPError as error:
@@ -285,10 +318,7 @@ class VllmEngine:
                 f"Is the server running, and is that its address?"
             ) from error
         if response.status_code == 404:
-            raise EngineError(
-                f"engine {self.name} has no route {path}. Start it with VLLM_SERVER_DEV_MODE=1 (swapping) and "
-                f"--enable-scale-out (tokens in, tokens out), as `publish.launch.serve_command` does."
-            )
+            raise EngineError(f"engine {self.name} has no route {path}. {absent}")
         if response.is_error:
             raise EngineError(
                 f"engine {self.name} answered {response.status_code} to {path}: {_detail(response)}"
@@ -311,6 +341,11 @@ def parse_counters(text: str, *, where: str) -> AcceptanceCounters:
             positions[index] = positions.get(index, 0) + int(float(value))
         else:
             totals[kind] = totals.get(kind, 0) + int(float(value))
+    if sorted(positions) != list(range(len(positions))):
+        raise EngineError(
+            f"engine {where} counts accepted tokens at positions {sorted(positions)}, expected all from 0: they "
+            f"cannot be told apart. Report the vLLM release."
+        )
     if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(totals):
         raise EngineError(
             f"engine {where} publishes no speculation counters (vllm:spec_decode_num_drafts and others). "

@@ -10,6 +10,7 @@ Where to go:
 - ``reader``      windows and heads of a selection, kept in memory between epochs
 - ``batches``     windows to tensors, and the plan of an epoch
 - ``setup``       what is settled before the first step: layers, vocabulary map, parent
+- ``held_out``    was a draft trained on what it is to be measured on?
 - ``loop``        the training loop
 - ``export``      writing a draft folder, whole or not at all
 - ``evaluate``    the only tau code, with ``walk`` (rounds) and ``bootstrap`` (intervals)

@@ -53,6 +53,9 @@ class TrainingManifest(Document):
     steps: int
     tokens: int
     """Supervised tokens seen, all epochs."""
+    held_out_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Share of the lake's rollout groups that neither this draft nor its parents were trained on. None: not
+    recorded."""
 
 
 class DraftArtifact(Document):
@@ -116,8 +119,12 @@ def fingerprint(tensors: dict[str, str]) -> str:
 
 
 def artifact_digest(config: dict[str, Any], manifest: TrainingManifest, tensors: dict[str, str]) -> str:
-    """Digest of an artifact: decoded weights, config and manifest."""
-    body = {"config": config, "manifest": manifest.model_dump(mode="json"), "weights": fingerprint(tensors)}
+    """Digest of an artifact: decoded weights, config and manifest.
+
+    Only fields that the manifest's file holds count, as in the engine, which knows no defaults.
+    """
+    stated = manifest.model_dump(mode="json", exclude_unset=True)
+    body = {"config": config, "manifest": stated, "weights": fingerprint(tensors)}
     return hashlib.sha256(canonical_json(body)).hexdigest()
 
 

@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBatch:
-    """Padded windows. Padding rows are zeros with ``row_mask`` False and ``mask`` False."""
+    """Padded windows. Padding rows are zeros with ``row_mask`` and ``supervised`` False."""
 
     token_ids: Tensor
     """``[B, R + 1]`` int64; entry i belongs to position ``start + i``; absent tokens are 0."""
     token_mask: Tensor
     """``[B, R + 1]`` bool: a token is there."""
-    mask: Tensor
+    supervised: Tensor
     """``[B, R + 1]`` bool: this token is to be predicted (its own mask, not its predecessor's)."""
     row_mask: Tensor
     """``[B, R]`` bool: features are there."""
@@ -110,7 +110,7 @@ def make_batch(
     batch = DraftBatch(
         token_ids=torch.zeros(size, longest + 1, dtype=torch.int64),
         token_mask=torch.zeros(size, longest + 1, dtype=torch.bool),
-        mask=torch.zeros(size, longest + 1, dtype=torch.bool),
+        supervised=torch.zeros(size, longest + 1, dtype=torch.bool),
         row_mask=torch.zeros(size, longest, dtype=torch.bool),
         starts=torch.tensor([w.meta.start for w in windows], dtype=torch.int64),
         aux=torch.zeros(size, longest, len(layer_ids) * hidden),
@@ -132,7 +132,7 @@ def _fill_row(batch: DraftBatch, b: int, window: Window, layer_ids: Sequence[int
     present = ids >= 0
     batch.token_ids[b, : rows + 1] = ids.clamp_min(0)
     batch.token_mask[b, : rows + 1] = present
-    batch.mask[b, : rows + 1] = supervision_mask(window, mask, where=where) & present
+    batch.supervised[b, : rows + 1] = supervision_mask(window, mask, where=where) & present
     batch.row_mask[b, :rows] = True
     aux = window.aux
     if columns != tuple(range(len(recorded))):
@@ -146,7 +146,7 @@ def _fill_row(batch: DraftBatch, b: int, window: Window, layer_ids: Sequence[int
 def _to_device(batch: DraftBatch, device: torch.device | str) -> DraftBatch:
     if torch.device(device).type == "cpu":
         return batch
-    names = ("token_ids", "token_mask", "mask", "row_mask", "starts", "aux", "final", "embeds")
+    names = ("token_ids", "token_mask", "supervised", "row_mask", "starts", "aux", "final", "embeds")
     moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
     return DraftBatch(**moved, heads=batch.heads, head_of=batch.head_of)
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from features.heads import Float32, HeadSnapshot, to_float32
+from features.bfloat16 import Float32, to_float32
+from features.heads import HeadSnapshot
 from features.schema import TargetVersion
 from features.windows import Window
 

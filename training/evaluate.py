@@ -7,7 +7,7 @@ draft propose and totals the rounds. Calibration against an engine compares
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from features.windows import Window, WindowMeta
 from training.artifact import DraftArtifact, EvalReport, TauEstimate, TauMode, load_artifact
 from training.batches import plan_batches
 from training.bootstrap import bootstrap_tau, paired_gain
+from training.held_out import check_held_out
 from training.methods import DRAFT_METHODS, DraftMethod
 from training.reader import DEFAULT_CACHE_BYTES, WindowReader
-from training.setup import check_layers, check_target
+from training.setup import check_layers, check_manifest, check_target
 from training.walk import Round, WalkCounts, decoded_spans, walk
 
 if TYPE_CHECKING:
@@ -84,46 +85,59 @@ def evaluate_draft(
     usable = _usable_windows(selection.rows, reader, mode, skipped)
     if not usable:
         raise InputError(
-            f"none of {len(selection.rows)} windows can be walked in mode {mode!r}: {dict(skipped)}"
+            f"none of {len(selection.rows)} windows can be walked in mode {mode!r}: {dict(skipped)}. "
+            f"Choose the mode these rollouts were sampled in, or select whole sequences."
         )
-    walks, artifacts = [], []
-    for folder in [draft_folder] if baseline_folder is None else [draft_folder, baseline_folder]:
+
+    def walked_by(folder: Path) -> tuple[str, list[WalkedWindow]]:
         artifact = load_artifact(folder)
         check_target(artifact, lake.target, where=str(folder))
-        check_layers(selection.rows, artifact.manifest.layer_ids)
+        check_held_out(artifact, selection, lake, where=str(folder))
+        layer_ids = artifact.manifest.layer_ids
+        check_layers(selection.rows, layer_ids)
         method = _method_of(artifact, folder, methods)
         model = method.load(folder).to(device).eval()
-        walked = walk_windows(
-            reader,
-            usable,
-            method,
-            model,
-            layer_ids=artifact.manifest.layer_ids,
-            k=k,
-            batch_tokens=batch_tokens,
+        check_manifest(artifact, method, model, where=str(folder))
+        rounds = walk_windows(
+            reader, usable, method, model, layer_ids=layer_ids, k=k, batch_tokens=batch_tokens
         )
-        walks.append(list(walked))
-        artifacts.append(artifact)
-    temperatures = {walked.meta.temperature for walked in walks[0]}
-    report = EvalReport(
-        artifact=artifacts[0].digest,
+        return artifact.digest, list(rounds)
+
+    digest, walked = walked_by(draft_folder)
+    report = _report(selection, digest, walked, mode=mode, k=k, seed=seed, skipped=skipped)
+    if baseline_folder is None:
+        return report
+    baseline_digest, baseline = walked_by(baseline_folder)
+    return _with_baseline(report, walked, baseline, baseline_digest, k, seed)
+
+
+def _report(
+    selection: "Selection",
+    digest: str,
+    walked: Sequence[WalkedWindow],
+    *,
+    mode: TauMode,
+    k: int,
+    seed: int,
+    skipped: Mapping[str, int],
+) -> EvalReport:
+    """The report of one draft, without a baseline."""
+    temperatures = {window.meta.temperature for window in walked}
+    versions = _parts(walked, lambda meta: meta.version.number)
+    domains = _parts(walked, lambda meta: meta.domain or UNKNOWN_DOMAIN)
+    return EvalReport(
+        artifact=digest,
         lake_revision=selection.revision.digest,
         selection_digest=selection.digest,
-        head_version=max(walked.meta.version.number for walked in walks[0]),
+        split=selection.filter.split.value,
+        head_version=max(window.meta.version.number for window in walked),
         mode=mode,
         num_speculative_tokens=k,
         temperature=temperatures.pop() if len(temperatures) == 1 else None,
-        overall=_estimate(walks[0], k, seed),
-        by_version={v: _estimate(part, k, seed) for v, part in _split(walks[0], lambda m: m.version.number)},
-        by_domain={
-            d: _estimate(part, k, seed) for d, part in _split(walks[0], lambda m: m.domain or UNKNOWN_DOMAIN)
-        },
+        overall=_estimate(walked, k, seed),
+        by_version={version: _estimate(part, k, seed) for version, part in versions},
+        by_domain={domain: _estimate(part, k, seed) for domain, part in domains},
         skipped=dict(skipped),
-    )
-    return (
-        report
-        if len(walks) == 1
-        else _with_baseline(report, walks[0], walks[1], artifacts[1].digest, k, seed)
     )
 
 
@@ -156,8 +170,12 @@ def _usable_windows(
     if mode == "sampled-prob":
         raise InputError("mode 'sampled-prob' is not offered: engines draft by argmax; use 'sampled-onehot'")
     usable = []
+    walked: set[tuple[int, str]] = set()
     for index, row in enumerate(rows):
         reason = _skip_row(row, mode)
+        sample = (row["target_version"], row["sample_id"])
+        if reason is None and sample in walked:
+            reason = "recorded_twice"  # with other layers or dtype: its rounds would count twice
         if reason is None:
             finite = reader.finite([index], skipped)
             if not finite:
@@ -165,6 +183,7 @@ def _usable_windows(
             if finite[0].sampled_mask[0]:
                 reason = "no_prompt"
         if reason is None:
+            walked.add(sample)
             usable.append(index)
         else:
             skipped[reason] += 1
@@ -211,7 +230,10 @@ def walk_window(window: Window, proposals: NDArray[np.int64], k: int) -> list[Ro
     return [r for first, last in spans for r in walk(tokens, proposals, first=first, last=last, k=k)]
 
 
-def _split(walked: Sequence[WalkedWindow], key: Any) -> list[tuple[Any, list[WalkedWindow]]]:
+def _parts(
+    walked: Sequence[WalkedWindow], key: Callable[[WindowMeta], Any]
+) -> list[tuple[Any, list[WalkedWindow]]]:
+    """Windows by ``key`` of their meta, in its order."""
     parts: dict[Any, list[WalkedWindow]] = {}
     for window in walked:
         parts.setdefault(key(window.meta), []).append(window)

@@ -1,5 +1,6 @@
 """Writing a draft folder: staged beside its place, then moved there in one rename."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -37,11 +38,35 @@ class Staging:
             )
         self._out = out
         self._folder = out.with_name(out.name + ".partial")
+        self._lock: int | None = None
 
     def open(self) -> None:
-        """Start afresh: what a killed run left behind is removed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        """Start afresh: what a killed run left behind is removed.
+
+        Raises:
+            InputError: a run that is alive writes to the same place.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # On the folder itself: the kernel lets go of it when the run ends, however it ends.
+        self._lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(self._lock), os.stat(self._folder))
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            self.close()
+            raise InputError(
+                f"another training run is writing {self._out} now; name another folder, or wait for it to end"
+            )
+        for entry in self._folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def close(self) -> None:
+        """Let go of the folder; harmless when that was done."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def append_metrics(self, record: Mapping[str, float]) -> None:
         """Add one step's line."""
@@ -59,6 +84,7 @@ class Staging:
         if self._out.exists():
             self._out.rmdir()
         os.rename(self._folder, self._out)
+        self.close()
 
     def load(self) -> DraftArtifact:
         """The artifact as written, read back and checked."""

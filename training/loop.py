@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,13 @@ from features.schema import TargetIdentity
 from training.artifact import DraftArtifact, TrainingManifest
 from training.batches import DraftBatch, plan_batches
 from training.export import Staging
+from training.held_out import kept_out
 from training.losses import LossTerms
 from training.methods import DRAFT_METHODS, DraftMethod
 from training.numerics import deterministic_algorithms
 from training.provenance import package_versions
 from training.reader import DEFAULT_CACHE_BYTES, WindowReader
-from training.setup import Setup, find_method, prepare_model, take_census
+from training.setup import Census, Setup, find_method, prepare_model, take_census
 from training.spec import TrainSpec
 
 if TYPE_CHECKING:
@@ -98,31 +100,31 @@ def train_draft(
     method = find_method(spec, methods)
     selection.require_nonempty()
     accelerator = Accelerator()
-    staging = Staging(out)
-    rows = selection.rows
-    reader = WindowReader(lake, rows, device=accelerator.device, cache_bytes=cache_bytes)
-    with deterministic_algorithms(spec.deterministic, accelerator.device):
-        census = take_census(reader, rows, spec, method, lake.target.vocab_size)
-        setup = prepare_model(
-            lake, rows, reader, spec, method, token_counts=census.token_counts,
-            target_config=target_config, layer_ids=layer_ids, parent=parent,
-        )  # fmt: skip
-        run = _Run(accelerator, reader, rows, census.usable, spec, method, setup)
-        if accelerator.is_main_process:
-            staging.open()
-        for record in run.steps():
+    with closing(Staging(out)) as staging:
+        rows = selection.rows
+        reader = WindowReader(lake, rows, device=accelerator.device, cache_bytes=cache_bytes)
+        with deterministic_algorithms(spec.deterministic, accelerator.device):
+            census = take_census(reader, rows, spec, method, lake.target.vocab_size)
+            setup = prepare_model(
+                lake, rows, reader, spec, method, token_counts=census.token_counts,
+                target_config=target_config, layer_ids=layer_ids, parent=parent,
+            )  # fmt: skip
+            run = _Run(accelerator, reader, rows, census, spec, method, setup)
             if accelerator.is_main_process:
-                staging.append_metrics(record)
-            if on_progress:
-                on_progress(record)
-        run.require_trained()
-    manifest = make_manifest(
-        lake.target, selection, spec, setup, steps=run.counts["steps"], tokens=run.tokens
-    )
-    if accelerator.is_main_process:
-        staging.write(method, setup.model, manifest, save_dtype=spec.save_dtype)
-        staging.publish()
-    accelerator.wait_for_everyone()
+                staging.open()
+            for record in run.steps():
+                if accelerator.is_main_process:
+                    staging.append_metrics(record)
+                if on_progress:
+                    on_progress(record)
+            run.require_trained()
+        manifest = make_manifest(
+            lake.target, selection, spec, setup, steps=run.counts["steps"], tokens=run.tokens
+        )
+        if accelerator.is_main_process:
+            staging.write(method, setup.model, manifest, save_dtype=spec.save_dtype)
+            staging.publish()
+        accelerator.wait_for_everyone()
     artifact = staging.load()
     log.info("trained %s: %s", artifact.digest, json.dumps(dict(run.counts), sort_keys=True))
     return TrainResult(artifact, out, run.metrics, dict(run.counts))
@@ -147,6 +149,7 @@ def make_manifest(
         packages=package_versions(),
         steps=steps,
         tokens=tokens,
+        held_out_percent=kept_out(selection.filter, setup.parent_kept_out),
     )
 
 
@@ -166,13 +169,14 @@ class _Run:
         accelerator: Accelerator,
         reader: WindowReader,
         rows: Sequence[Mapping[str, Any]],
-        usable: Sequence[int],
+        census: Census,
         spec: TrainSpec,
         method: DraftMethod,
         setup: Setup,
     ) -> None:
         self.counts: Counter[str] = Counter(steps=0, skipped_steps=0, nonfinite_rows=0)
-        self.counts["windows_without_supervised_tokens"] = len(rows) - len(usable)
+        self.counts["windows_recorded_twice"] = census.duplicates
+        self.counts["windows_without_supervised_tokens"] = len(rows) - len(census.usable) - census.duplicates
         self.tokens = 0
         self.metrics: list[dict[str, float]] = []
         self._accelerator, self._reader, self._rows = accelerator, reader, rows
@@ -182,7 +186,7 @@ class _Run:
             setup.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
         )
         self._loss, self._optimizer = accelerator.prepare(loss_module, optimizer)
-        self._usable = usable
+        self._usable = census.usable
         self._plans = [self._plan(epoch) for epoch in range(spec.epochs)]
         planned = sum(len(plan) for plan in self._plans)
         self._total = min(planned, spec.max_steps or planned)
@@ -240,7 +244,7 @@ class _Run:
         batch = self._reader.batch([self._reader.window(0)], layer_ids=self._layer_ids)
         return replace(
             batch,
-            mask=torch.zeros_like(batch.mask),
+            supervised=torch.zeros_like(batch.supervised),
             aux=torch.zeros_like(batch.aux),
             final=torch.zeros_like(batch.final),
         )
@@ -248,10 +252,8 @@ class _Run:
     def _step(self, batch: DraftBatch, rate: float) -> dict[str, float] | None:
         """One optimizer step; None when no process has a supervised token."""
         terms: LossTerms = self._loss(batch)
-        counts, sums = (
-            self._total_over_processes(terms.counts),
-            self._total_over_processes(terms.sums.detach()),
-        )
+        counts = self._total_over_processes(terms.counts)
+        sums = self._total_over_processes(terms.sums.detach())
         if not bool((counts > 0).any()) and not bool(self._total_over_processes(terms.nonfinite) > 0):
             return None
         # Data-parallel wrappers average gradients; the counts are already totals.
@@ -298,11 +300,9 @@ class _Run:
         return means
 
     def _total_over_processes(self, value: Tensor) -> Tensor:
-        return (
-            value
-            if self._accelerator.num_processes == 1
-            else self._accelerator.reduce(value, reduction="sum")
-        )
+        if self._accelerator.num_processes == 1:
+            return value
+        return self._accelerator.reduce(value, reduction="sum")
 
     def require_trained(self) -> None:
         """Raise :class:`TrainingFailedError` unless at least one step changed the weights."""

@@ -56,9 +56,7 @@ class WindowReader:
 
     def tokens(self, index: int) -> "TokenRow":
         """Token ids and masks of one window, without its features."""
-        row = self._rows[index]
-        table = self._lake.fragment_tokens(str(row["data_prefix"]))
-        return table.rows[int(row["window_index"])]
+        return self._lake.read_tokens(self._rows[index])
 
     def head(self, version: TargetVersion) -> FrozenHead:
         """The frozen head of a version, on the device."""

@@ -13,6 +13,7 @@ from features.errors import DraftLayoutError, InputError, TargetMismatchError, T
 from features.schema import TargetIdentity, TargetVersion
 from training.artifact import DraftArtifact, load_artifact
 from training.batches import layer_columns, supervision_mask
+from training.held_out import kept_out_by
 from training.methods import DraftMethod
 from training.reader import WindowReader
 from training.spec import TrainSpec
@@ -29,6 +30,8 @@ class Setup:
     model: nn.Module
     layer_ids: tuple[int, ...]
     parent: str | None
+    parent_kept_out: int | None = None
+    """Share of this lake's groups that the parent was not trained on; None when it says nothing of them."""
 
 
 def find_method(spec: TrainSpec, methods: Mapping[str, DraftMethod]) -> DraftMethod:
@@ -62,12 +65,11 @@ def prepare_model(
     """
     wanted = None if layer_ids is None else tuple(layer_ids)
     if parent is not None:
-        return _warm_start(lake.target, rows, spec, method, parent, wanted)
+        return _warm_start(lake, rows, spec, method, parent, wanted)
     recorded = {tuple(row["layer_ids"]) for row in rows}
     if wanted is None:
-        wanted = (
-            next(iter(recorded)) if len(recorded) == 1 else method.default_layer_ids(lake.target.num_layers)
-        )
+        agreed = len(recorded) == 1
+        wanted = next(iter(recorded)) if agreed else method.default_layer_ids(lake.target.num_layers)
     check_layers(rows, wanted)
     vocab = _build_vocab(lake.target, token_counts, spec, method)
     newest = TargetVersion(max(row["target_version"] for row in rows))
@@ -78,7 +80,7 @@ def prepare_model(
 
 
 def _warm_start(
-    target: TargetIdentity,
+    lake: "Lake",
     rows: Sequence[Mapping[str, Any]],
     spec: TrainSpec,
     method: DraftMethod,
@@ -86,22 +88,62 @@ def _warm_start(
     wanted: tuple[int, ...] | None,
 ) -> Setup:
     artifact = load_artifact(parent)
-    check_target(artifact, target, where=str(parent))
+    check_target(artifact, lake.target, where=str(parent))
     if artifact.manifest.method != method.name:
         raise DraftLayoutError(
-            f"{parent} is a {artifact.manifest.method} draft, the spec asks for {method.name}"
+            f"{parent} is a {artifact.manifest.method} draft, the spec asks for {method.name}. "
+            f"Name a parent of that method, or train from scratch."
         )
     model = method.load(parent)
+    check_manifest(artifact, method, model, where=str(parent))
     ids, size = method.layer_ids_of(model), method.draft_vocab_size(spec.method)
     if wanted is not None and wanted != ids:
-        raise DraftLayoutError(f"{parent} reads aux layers {list(ids)}, {list(wanted)} were asked for")
+        raise DraftLayoutError(
+            f"{parent} reads aux layers {list(ids)}, {list(wanted)} were asked for. "
+            f"A warm start keeps its parent's: leave the layer ids out, or train from scratch."
+        )
     if size is not None and size != method.vocab_of(model).size:
         raise DraftLayoutError(
             f"{parent} has a draft vocabulary of {method.vocab_of(model).size:,}, the spec asks for {size:,}. "
             f"A warm start keeps its map: leave draft_vocab_size out, or train from scratch."
         )
+    _check_sizes(parent, method, model, spec)
     check_layers(rows, ids)
-    return Setup(model, ids, artifact.digest)
+    return Setup(model, ids, artifact.digest, kept_out_by(artifact, lake))
+
+
+def _check_sizes(parent: Path, method: DraftMethod, model: nn.Module, spec: TrainSpec) -> None:
+    """Refuse a spec that asks for other sizes than the parent's: the manifest would record what was not done."""
+    config = method.export_config(model)
+    asked = {k: v for k, v in spec.method.model_dump().items() if v is not None and k in config}
+    differing = [f"{k} {config[k]!r} (asked for: {v!r})" for k, v in asked.items() if config[k] != v]
+    if differing:
+        raise DraftLayoutError(
+            f"{parent} has {', '.join(differing)}. A warm start keeps its parent's sizes: leave them out of the "
+            f"spec, or train from scratch."
+        )
+
+
+def check_manifest(artifact: DraftArtifact, method: DraftMethod, model: nn.Module, *, where: str) -> None:
+    """Refuse a draft whose manifest says something else than the model that its config and weights make.
+
+    An engine reads the config, the lake's windows are chosen by the manifest: they must be of one draft.
+
+    Raises:
+        DraftLayoutError: naming each field with both values.
+    """
+    made = {
+        "layer_ids": method.layer_ids_of(model),
+        "vocab_size": method.vocab_of(model).vocab_size,
+        "hidden_size": method.export_config(model).get("hidden_size", artifact.manifest.hidden_size),
+    }
+    stated = {name: getattr(artifact.manifest, name) for name in made}
+    differing = [f"{n} {stated[n]!r} (the model: {made[n]!r})" for n in made if stated[n] != made[n]]
+    if differing:
+        raise DraftLayoutError(
+            f"{where}: manifest.json says {', '.join(differing)}: config and manifest are of different drafts. "
+            f"Copy the folder again from its training run."
+        )
 
 
 def check_target(artifact: DraftArtifact, target: TargetIdentity, *, where: str) -> None:
@@ -116,7 +158,9 @@ def check_target(artifact: DraftArtifact, target: TargetIdentity, *, where: str)
         pairs = ", ".join(
             f"{n} {getattr(artifact.manifest, n)!r} vs {getattr(target, n)!r}" for n in differing
         )
-        raise TargetMismatchError(f"{where} was trained for another target (draft vs lake): {pairs}")
+        raise TargetMismatchError(
+            f"{where} was trained for another target (draft vs lake): {pairs}. Use a draft of this lake's target."
+        )
 
 
 def check_layers(rows: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
@@ -139,9 +183,11 @@ class Census:
     """What a selection's tokens offer a method, counted without reading a feature."""
 
     usable: tuple[int, ...]
-    """Indices of windows with at least one token the method can learn to predict."""
+    """Indices of windows with at least one token the method can learn to predict, each span once."""
     token_counts: NDArray[np.int64]
     """How often each target id is to be predicted in one epoch, ``[V]``."""
+    duplicates: int
+    """Windows left out because the same span is there with other layers or dtype."""
 
 
 def take_census(
@@ -159,7 +205,12 @@ def take_census(
     """
     counts = np.zeros(vocab_size, np.int64)
     usable = []
+    seen: set[tuple[int, str, int, int]] = set()
     for index, row in enumerate(rows):
+        span = (row["target_version"], row["sample_id"], row["start"], row["num_rows"])
+        if span in seen:  # recorded again with other layers or dtype: it would weigh twice
+            continue
+        seen.add(span)
         tokens = reader.tokens(index)
         where = f"sample {row['sample_id']!r} of version {row['target_version']}"
         mask = method.supervised_tokens(supervision_mask(tokens, spec.mask, where=where)).numpy()
@@ -172,4 +223,4 @@ def take_census(
             f"none of {len(rows)} windows holds a token that {method.name} could learn to predict (mask "
             f"{spec.mask!r}). Widen the selection, or collect rollouts with their sampled tokens marked."
         )
-    return Census(tuple(usable), counts)
+    return Census(tuple(usable), counts, len(rows) - len(seen))

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from features.heads import HeadSnapshot
-from features.schema import NO_TOKEN, FeatureDtype, FragmentLayout, TargetIdentity, TargetVersion
+from features.schema import (
+    NO_TOKEN,
+    FeatureDtype,
+    FragmentLayout,
+    SelectionFilter,
+    TargetIdentity,
+    TargetVersion,
+)
 from features.windows import Window, WindowMeta
 
 HIDDEN, VOCAB, LAYERS = 16, 40, (1, 2, 3)
@@ -88,19 +95,24 @@ class FakeLake:
         """As ``Lake.read_window``."""
         return self.windows[int(row["window_index"])]
 
-    def fragment_tokens(self, data_prefix: str) -> Any:
-        """As ``Lake.fragment_tokens``: every window lies in one fragment."""
-        return SimpleNamespace(rows=self.windows)
+    def read_tokens(self, row: Mapping[str, Any]) -> Any:
+        """As ``Lake.read_tokens``: a window has the same arrays as a row of a token table."""
+        return self.windows[int(row["window_index"])]
+
+    def has_revision(self, digest: str) -> bool:
+        """As ``Lake.has_revision``."""
+        return digest == "revision"
 
     def head_of(self, version: TargetVersion) -> HeadSnapshot:
         """As ``Lake.head_of``."""
         return self.heads[version.number]
 
-    def select(self) -> Any:
-        """Every window, in the order given."""
+    def select(self, wanted: SelectionFilter = SelectionFilter()) -> Any:  # noqa: B008 - frozen
+        """Every window, in the order given, said to be what ``wanted`` asks for."""
         rows = [_row(i, w) for i, w in enumerate(self.windows)]
         return SimpleNamespace(
             rows=rows,
+            filter=wanted,
             digest="selection",
             revision=SimpleNamespace(digest="revision"),
             require_nonempty=lambda: None,

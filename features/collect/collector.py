@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from features.bfloat16 import Float32, to_float32
 from features.collect.committed import CommittedSpans
 from features.collect.cut import cut_window
 from features.collect.proofs import (
@@ -32,7 +33,6 @@ from features.collect.report import CollectReport
 from features.collect.rollouts import Reason, Rollout, rollout_problem
 from features.collect.sampling import SamplingPolicy, WindowSpan
 from features.errors import VersionConflictError
-from features.heads import Float32, to_float32
 from features.lake import Lake
 from features.quarantine import Refusal
 from features.schema import (

@@ -1,6 +1,6 @@
 """What the lake holds already of one version and layout, so that nothing is collected twice."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -8,9 +8,14 @@ import pyarrow as pa
 from features.collect.cut import with_next
 from features.collect.rollouts import Rollout
 from features.collect.sampling import WindowSpan
-from features.commits import CommitName, TokenRow, decode_commit
+from features.commits import CommitName, TokenRow
 from features.lake import Lake
 from features.schema import NO_TOKEN, FragmentLayout, TargetVersion
+
+_TOKEN_COLUMNS = [
+    "target_id", "sample_id", "start", "num_rows", "sequence_length", "data_prefix", "window_index", "crc32c_tokens",
+]  # fmt: skip
+"""What reading a window's tokens needs of its commit row."""
 
 Comparison = Literal["new", "same", "conflict"]
 
@@ -24,36 +29,35 @@ class CommittedSpans:
 
     def __init__(self, lake: Lake, *, version: TargetVersion, layout: FragmentLayout) -> None:
         self._lake = lake
-        self._places: dict[tuple[str, int, int], tuple[str, int]] = {}
-        self._lengths: dict[str, int] = {}
+        self._places: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._known: dict[str, tuple[str, int, int]] = {}
         for path in lake.commit_paths():
             name = CommitName.parse(path)
             if name is not None and name.version == version.number:
                 self._take_in(path, layout)
 
     def compare(self, rollout: Rollout, spans: tuple[WindowSpan, ...]) -> Comparison:
-        """``same`` when all spans are there with equal tokens and masks, ``conflict`` when one differs."""
-        known_length = self._lengths.get(rollout.sample_id)
-        if known_length is None:
+        """``same`` when all spans are there with equal group, tokens and masks, ``conflict`` when one differs."""
+        known = self._known.get(rollout.sample_id)
+        if known is None:
             return "new"
-        if known_length != len(rollout.token_ids):
+        if known != (rollout.group_id, rollout.prompt_length, len(rollout.token_ids)):
             return "conflict"
         places = [self._places.get((rollout.sample_id, span.start, span.num_rows)) for span in spans]
         for span, place in zip(spans, places, strict=True):
-            if place is not None and not self._stored(*place).same_tokens(_token_row(rollout, span)):
+            if place is None:
+                continue
+            if not self._lake.read_tokens(place).same_tokens(_token_row(rollout, span)):
                 return "conflict"
         return "new" if None in places else "same"
 
     def _take_in(self, path: str, layout: FragmentLayout) -> None:
-        table = decode_commit(self._lake.store.read(path), where=path)
-        columns = ("sample_id", "start", "num_rows", "sequence_length", "data_prefix", "window_index")
-        for row in table.filter(_of_layout(table, layout)).select(columns).to_pylist():
-            key = (row["sample_id"], row["start"], row["num_rows"])
-            self._places[key] = (row["data_prefix"], row["window_index"])
-            self._lengths[row["sample_id"]] = row["sequence_length"]
-
-    def _stored(self, data_prefix: str, window_index: int) -> TokenRow:
-        return self._lake.fragment_tokens(data_prefix).rows[window_index]
+        table = self._lake.read_commit(path)
+        # Whatever its layout: a sample id names one rollout at a version.
+        for row in table.select(["sample_id", "group_id", "prompt_length", "sequence_length"]).to_pylist():
+            self._known[row["sample_id"]] = (row["group_id"], row["prompt_length"], row["sequence_length"])
+        for row in table.filter(_of_layout(table, layout)).select(_TOKEN_COLUMNS).to_pylist():
+            self._places[row["sample_id"], row["start"], row["num_rows"]] = row
 
 
 def _of_layout(table: pa.Table, layout: FragmentLayout) -> pa.Array:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from features.bfloat16 import Float32, from_float32
 from features.collect.rollouts import Rollout, logprob_value
 from features.collect.sampling import WindowSpan
-from features.heads import Float32, float32_to_bf16
-from features.schema import NO_TOKEN, FeatureDtype, FragmentLayout, TargetVersion
+from features.schema import NO_TOKEN, FragmentLayout, TargetVersion
 from features.windows import Window, WindowMeta
 
 
@@ -39,8 +39,8 @@ def cut_window(
         sampled_mask=with_next(rollout.sampled_mask, span, False, np.bool_),
         loss_mask=None if loss_mask is None else with_next(loss_mask, span, False, np.bool_),
         logprobs=with_next(values, span, math.nan, np.float32),
-        aux=_stored(aux[rows], layout.dtype),
-        final=_stored(final[rows], layout.dtype),
+        aux=from_float32(aux[rows], layout.dtype),
+        final=from_float32(final[rows], layout.dtype),
     )
 
 
@@ -52,10 +52,6 @@ def _meta(rollout: Rollout, span: WindowSpan, version: TargetVersion) -> WindowM
         acceptance_length=rollout.acceptance_length, acceptance_rate=rollout.acceptance_rate,
         temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, finish=rollout.finish,
     )  # fmt: skip
-
-
-def _stored(rows: Float32, dtype: FeatureDtype) -> NDArray[np.uint16] | Float32:
-    return float32_to_bf16(rows) if dtype is FeatureDtype.BFLOAT16 else np.ascontiguousarray(rows)
 
 
 def with_next(values: Sequence[Any], span: WindowSpan, beyond: Any, dtype: type[np.generic]) -> NDArray[Any]:

@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from features.bfloat16 import Float32, to_float32
 from features.collect.rollouts import MISSING_LOGPROB, Reason
-from features.heads import Float32, HeadSnapshot, to_float32
+from features.heads import HeadSnapshot
 from features.schema import FeatureDtype, FragmentLayout, TargetVersion
 from features.windows import Window
 

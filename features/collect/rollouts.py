@@ -36,6 +36,18 @@ _MAX_LOGPROB = 1e-3
 """A logprob is <= 0; engines overshoot by rounding only."""
 
 
+_FLOAT32 = 3.4028234663852886e38
+_RANGES = (
+    ("temperature", 0.0, _FLOAT32),
+    ("top_p", 0.0, 1.0),
+    ("top_k", -1, 2**31 - 1),
+    ("reward", -_FLOAT32, _FLOAT32),
+    ("acceptance_length", 0.0, _FLOAT32),
+    ("acceptance_rate", 0.0, 1.0),
+)
+"""Smallest and largest value of each number that describes a rollout."""
+
+
 class Reason(StrEnum):
     """Why a rollout was not taken. Every refusal is counted under exactly one of these."""
 
@@ -90,8 +102,15 @@ class Rollout:
 
     @property
     def content_digest(self) -> str:
-        """Digest of what may never differ under one sample id: version, tokens and masks."""
-        parts = [self.version, self.prompt_length, self.token_ids, self.sampled_mask, self.loss_mask]
+        """Digest of what may never differ under one sample id: version, group, tokens and masks."""
+        parts = [
+            self.version,
+            self.group_id,
+            self.prompt_length,
+            self.token_ids,
+            self.sampled_mask,
+            self.loss_mask,
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -127,6 +146,8 @@ def rollout_problem(rollout: Rollout) -> tuple[Reason, str] | None:
     length = len(rollout.token_ids)
     if length == 0:
         return Reason.LENGTH_MISMATCH, "token_ids is empty"
+    if (problem := _value_problem(rollout)) is not None:
+        return Reason.BAD_FIELD, problem
     if not 0 <= rollout.prompt_length <= length:
         return Reason.LENGTH_MISMATCH, f"prompt_length {rollout.prompt_length} is outside [0, {length}]"
     masks = {"sampled_mask": rollout.sampled_mask, "loss_mask": rollout.loss_mask}
@@ -141,6 +162,18 @@ def rollout_problem(rollout: Rollout) -> tuple[Reason, str] | None:
     above = [i for i, v in enumerate(rollout.logprobs or ()) if (logprob_value(v) or 0.0) > _MAX_LOGPROB]
     if above:
         return Reason.LOGPROB_MISMATCH, f"logprob of token {above[0]} is above 0"
+    return None
+
+
+def _value_problem(rollout: Rollout) -> str | None:
+    """The first field whose value nothing real can have, or that the lake's columns cannot hold."""
+    for name in ("sample_id", "group_id"):
+        if not getattr(rollout, name):
+            return f"{name} is empty: rollouts without a name cannot be told apart or split by prompt"
+    for name, low, high in _RANGES:
+        value = getattr(rollout, name)
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            return f"{name} is {value!r}, expected {low:g} to {high:g}; leave it out when it is unknown"
     return None
 
 

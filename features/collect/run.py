@@ -29,6 +29,7 @@ HF_TAP = "features.collect.taps.hf"
 DEFAULT_BATCH_TOKENS = 4096
 """Tokens of one forward, padding included."""
 PROBE_TOKENS = 16
+"""Length of the sequence that the aux probe runs."""
 
 
 class TapModule(Protocol):

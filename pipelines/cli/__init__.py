@@ -7,11 +7,12 @@ Results go to stdout (``--json`` for machines), progress and errors to stderr.
 import importlib.metadata
 import logging
 import os
+import signal
 import sys
 
 import typer
 
-from features.errors import DraftlakeError
+from features.errors import DraftlakeError, GateRefusedError
 from pipelines.cli import demo, drafts, engines, lake
 
 COMMAND_GROUP = "draftlake.commands"
@@ -42,15 +43,22 @@ def build_app() -> typer.Typer:
 def main() -> None:
     """Console-script entry: one clear line for what goes wrong on purpose, a traceback for a bug."""
     _start_log()
+    # An ended command closes what it opened: servers it started, temporary folders.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         build_app()()
     except DraftlakeError as error:
-        _fail(str(error), error.exit_code)
+        _fail(_message(error), error.exit_code)
     except OSError as error:
         _fail(
             f"a file could not be read or written: {error}. Check the path, its permissions and free space.",
             DraftlakeError.exit_code,
         )
+
+
+def _message(error: DraftlakeError) -> str:
+    """One line, also where it quotes another library's several; a gate's reasons keep a line each."""
+    return str(error) if isinstance(error, GateRefusedError) else " ".join(str(error).split())
 
 
 def _fail(message: str, exit_code: int) -> None:

@@ -20,6 +20,7 @@ from pipelines.cli.output import (
     emit,
     parse_spec,
 )
+from pipelines.context import LAKE_VARIABLE
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -45,9 +46,7 @@ def init(
 
 
 def doctor(
-    lake: Annotated[
-        str | None, typer.Option("--lake", envvar="DRAFTLAKE_LAKE", help="Lake to check.")
-    ] = None,
+    lake: Annotated[str | None, typer.Option("--lake", envvar=LAKE_VARIABLE, help="Lake to check.")] = None,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", help="vLLM server to check; repeatable.")
     ] = None,

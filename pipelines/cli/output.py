@@ -17,7 +17,7 @@ from rich.console import Console
 from features.errors import InputError
 from features.schema import TargetVersion
 from pipelines.cli.tables import tables
-from pipelines.context import RunContext
+from pipelines.context import LAKE_VARIABLE, RunContext
 from pipelines.progress import OnConsole
 
 NOTHING_TO_DO = 4
@@ -39,7 +39,7 @@ def _stated(value: str) -> str:
     return value
 
 
-LakeOption = Annotated[str, typer.Option("--lake", envvar="DRAFTLAKE_LAKE", help="Lake folder or URL.")]
+LakeOption = Annotated[str, typer.Option("--lake", envvar=LAKE_VARIABLE, help="Lake folder or URL.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 EngineOption = Annotated[
     list[str], typer.Option("--engine", help="vLLM server, http://HOST:PORT; repeat for a fleet.")

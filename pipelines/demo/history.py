@@ -5,6 +5,7 @@ A version's folder appears by rename, so whoever waits for it never sees half of
 """
 
 import multiprocessing
+import resource
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from features.errors import DraftlakeError
 from pipelines.demo.spec import TARGET_ASSET, HistorySpec
 
+_PEAK_FILE = "peak_rss_bytes.txt"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -54,6 +56,12 @@ def make_versions(root: str, spec: HistorySpec, seed: int) -> None:
             seed=seed + version,
         )
         _save(model, version_folder(Path(root), version))
+    (Path(root) / _PEAK_FILE).write_text(str(peak_rss_bytes()))
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
@@ -75,6 +83,11 @@ class MovingTarget:
 
     def __init__(self, root: Path, maker: "multiprocessing.process.BaseProcess") -> None:
         self._root, self._maker = root, maker
+
+    def peak_rss_bytes(self) -> int:
+        """Largest resident memory of the process that made the versions; call it after the last one."""
+        self._maker.join()
+        return int((self._root / _PEAK_FILE).read_text())
 
     def wait_for(self, version: int) -> Path:
         """The folder of ``version``, once it is whole.

@@ -1,6 +1,5 @@
 """The story of the demo, top to bottom: a target moves, its draft goes stale, and is repaired live."""
 
-import resource
 import shutil
 import socket
 import time
@@ -18,7 +17,13 @@ from features.storage import Store
 from pipelines import promote
 from pipelines.collect import CollectSpec, collect, load_target
 from pipelines.context import RunContext
-from pipelines.demo.history import MovingTarget, make_first_version, moving_target, version_folder
+from pipelines.demo.history import (
+    MovingTarget,
+    make_first_version,
+    moving_target,
+    peak_rss_bytes,
+    version_folder,
+)
 from pipelines.demo.live import (
     LiveAcceptance,
     as_rollout,
@@ -58,6 +63,7 @@ class _Story:
     tau_by_version: dict[int, float] = field(default_factory=dict)
     verified: int = 0
     quarantined: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
 
     @property
     def lake(self) -> str:
@@ -81,18 +87,25 @@ def run_demo(spec: DemoSpec, ctx: RunContext, *, overwrite: bool = False) -> Dem
     from transformers import AutoTokenizer
 
     began = time.monotonic()
-    story = _Story(
-        spec, ctx, _empty_folder(Path(spec.out), overwrite), AutoTokenizer.from_pretrained(TARGET_ASSET)
-    )
+    out = _empty_folder(Path(spec.out), overwrite)
+    story = _Story(spec, ctx, out, AutoTokenizer.from_pretrained(TARGET_ASSET))
     with ExitStack() as stack:
         _first_version(story)
         target = stack.enter_context(moving_target(story.targets, spec.history, spec.seed))
         ctx.progress.say("start vLLM with target v0 and the first draft")
         server = _server(story)
         engine = stack.enter_context(server)
+        story.costs["engine_start_seconds"] = server.start_seconds or 0.0
         _live_through_history(story, engine, target)
+        story.costs["peak_rss_bytes"] = target.peak_rss_bytes()
         reports = _train_and_approve(story)
-        return _swap_and_measure(story, engine, reports, began, server.start_seconds or 0.0)
+        result = _swap_and_measure(story, engine, reports)
+    costs = {
+        "engine_start_seconds": story.costs["engine_start_seconds"],
+        "peak_rss_bytes": int(story.costs["peak_rss_bytes"]) + peak_rss_bytes(),
+        "seconds": time.monotonic() - began,
+    }
+    return result.model_copy(update=costs)
 
 
 def _empty_folder(out: Path, overwrite: bool) -> Path:
@@ -201,9 +214,7 @@ def _eval_job(story: _Story, artifact: str, **more: Any) -> EvalJob:
     return EvalJob(lake=story.lake, artifact=artifact, num_speculative_tokens=k, **more)
 
 
-def _swap_and_measure(
-    story: _Story, engine: VllmEngine, reports: dict[str, EvalReport], began: float, start_seconds: float
-) -> DemoResult:
+def _swap_and_measure(story: _Story, engine: VllmEngine, reports: dict[str, EvalReport]) -> DemoResult:
     spec, ctx = story.spec, story.ctx
     last = spec.history.last_version
     prompts = fresh_prompts(
@@ -246,9 +257,6 @@ def _swap_and_measure(
         quarantined=story.quarantined,
         pause_seconds=publication.seconds,
         plot=str(story.out / "acceptance.png"),
-        engine_start_seconds=start_seconds,
-        seconds=time.monotonic() - began,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     draw(result, Path(result.plot))
     return result

@@ -1,5 +1,6 @@
 """What the demo is told, and the one JSON object it ends with."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -93,8 +94,8 @@ class DemoResult(Document):
     quarantined: dict[str, int]
     pause_seconds: dict[str, float]
     plot: str
-    engine_start_seconds: float
+    engine_start_seconds: float = math.nan
     """Of which the first start on a machine spends most on vLLM's architecture inspection."""
-    seconds: float
-    peak_rss_bytes: int
-    """Of this process; the engine is another."""
+    seconds: float = math.nan
+    peak_rss_bytes: int = 0
+    """Of this process and the one that moves the target, summed; the engine's own is not in it."""

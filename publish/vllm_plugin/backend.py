@@ -152,12 +152,8 @@ class DraftlakeBackend(WeightTransferEngine[DraftlakeInitInfo, DraftlakeUpdateIn
             )
         before = self.replaced
         self._put_back(before)
-        self.artifact, self.names, self.digests, self.replaced = (
-            before.artifact,
-            before.names,
-            before.digests,
-            None,
-        )
+        self.artifact, self.names, self.digests = before.artifact, before.names, before.digests
+        self.replaced = None
 
     def _put_back(self, before: Replaced) -> None:
         self._load(before.tensors)

@@ -43,10 +43,8 @@ def stage(uri: str, digest: str, *, roots: tuple[str, ...], live: LiveLayout) ->
     """
     place = checked_uri(uri, roots)
     raw = {name: _read(f"{place}/{name}") for name in (CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE)}
-    config, manifest = (
-        _json(raw[CONFIG_FILE], place, CONFIG_FILE),
-        _json(raw[MANIFEST_FILE], place, MANIFEST_FILE),
-    )
+    config = _json(raw[CONFIG_FILE], place, CONFIG_FILE)
+    manifest = _json(raw[MANIFEST_FILE], place, MANIFEST_FILE)
     try:
         tensors = load(raw.pop(WEIGHTS_FILE))
     except SafetensorError as error:

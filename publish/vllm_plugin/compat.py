@@ -28,6 +28,8 @@ class Internals:
     """Extra server flags that open the token-in token-out route."""
     checked: str
     """How far this entry was tried."""
+    labels_target: bool = True
+    """Whether the target's weights can be given a version label, which outputs then report."""
     reload_module: str = "vllm.model_executor.model_loader.reload"
     """Home of ``initialize_layerwise_reload`` and ``finalize_layerwise_reload``."""
 
@@ -36,6 +38,7 @@ TABLE: dict[tuple[int, int], Internals] = {
     (0, 26): Internals(
         serve_flags=(),
         checked="its sources were read and a backend of the same shape ran on an H200; this plugin did not",
+        labels_target=False,
     ),
     (0, 32): Internals(
         serve_flags=("--enable-scale-out",),

@@ -73,6 +73,7 @@ def frozen_facts(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     chosen = ids if ids is not None else top
     facts["aux_layer_ids"] = list(chosen) if chosen is not None else None
+    facts["use_aux_hidden_state"] = bool(nested.get("use_aux_hidden_state", True))
     facts["norm_before_fc"] = bool(nested.get("norm_before_fc", config.get("norm_before_fc", False)))
     facts["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
     facts["target_hidden_size"] = config.get("target_hidden_size") or config.get("hidden_size")

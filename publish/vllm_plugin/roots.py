@@ -23,7 +23,16 @@ def allowed_roots() -> tuple[str, ...]:
 
 
 def joined_roots(roots: Sequence[str]) -> str:
-    """The value of the variable for these roots."""
+    """The value of the variable for these roots.
+
+    Raises:
+        ValueError: a root holds the separator: it would be read as two others, and open both.
+    """
+    for root in roots:
+        if [part.strip() for part in _SEPARATOR.split(root)] != [root.strip()] or not root.strip():
+            raise ValueError(
+                f"a registry root is a folder or URL without {os.pathsep!r}, got {root!r}; move it, or link to it"
+            )
     return os.pathsep.join(roots)
 
 

@@ -44,7 +44,9 @@ def example_of(verb: str) -> list[str]:
 
 
 def documents() -> str:
-    return "\n".join(path.read_text() for path in [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))])
+    return "\n".join(
+        path.read_text() for path in [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+    )
 
 
 def test_the_verbs_are_frozen() -> None:
@@ -88,7 +90,9 @@ def test_a_command_that_changes_much_can_be_asked_first(verb: str) -> None:
 
 @every_command
 def test_a_command_is_documented(verb: str) -> None:
-    assert re.search(rf"\bdraftlake {verb}\b", documents()), f"README.md and docs/ never show: draftlake {verb}"
+    assert re.search(rf"\bdraftlake {verb}\b", documents()), (
+        f"README.md and docs/ never show: draftlake {verb}"
+    )
 
 
 def test_documents_show_no_command_that_does_not_exist() -> None:

@@ -12,8 +12,12 @@ REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("features", "training", "publish", "pipelines", "flows")
 
 TORCH = {"torch", "transformers", "accelerate", "vllm"}
-LAKE_EXTRAS = {"polars", "zarr", "pydantic", "httpx", "typer"}
-"""Core dependencies of the distribution that a collector inside a trainer does without."""
+LAKE_EXTRAS = {"polars", "zarr", "ml_dtypes", "pydantic", "httpx", "typer", "s3fs", "pandas"}
+"""Packages that a collector inside a trainer does without."""
+LAKE_CORE = (
+    "storage", "checkpoint", "target", "heads", "lake", "writer", "selection", "quarantine", "check", "testing",
+)  # fmt: skip
+COLLECT_CORE = ("collector", "rollouts", "sampling", "proofs", "report", "committed", "cut", "run")
 
 
 def environment(path: Path) -> dict[str, str]:
@@ -33,12 +37,9 @@ def loaded_by(*modules: str) -> set[str]:
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        (("features.lake", "features.writer", "features.quarantine", "features.check"), TORCH | LAKE_EXTRAS),
-        (
-            ("features.collect.collector", "features.collect.rollouts", "features.collect.proofs"),
-            TORCH | LAKE_EXTRAS,
-        ),
-        (("features.catalog",), TORCH | {"pydantic", "httpx"}),
+        (tuple(f"features.{name}" for name in LAKE_CORE), TORCH | LAKE_EXTRAS),
+        (tuple(f"features.collect.{name}" for name in COLLECT_CORE), TORCH | LAKE_EXTRAS),
+        (("features.catalog",), TORCH | LAKE_EXTRAS - {"polars"}),
         (("training.artifact",), TORCH | {"polars", "zarr", "numpy"}),
         (("publish.registry", "publish.gates", "publish.telemetry"), TORCH | {"polars", "zarr", "httpx"}),
         (("publish.swap", "publish.vllm_client", "publish.launch"), TORCH | {"polars", "zarr"}),

@@ -2,7 +2,6 @@
 
 import ast
 import subprocess
-import sys
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -139,7 +138,3 @@ def test_every_package_of_the_wheel_is_named_in_the_build() -> None:
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())
     assert tuple(settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == PACKAGES
     assert tuple(settings["tool"]["importlinter"]["root_packages"]) == PACKAGES
-
-
-def test_this_interpreter_is_a_supported_one() -> None:
-    assert sys.version_info >= (3, 11)

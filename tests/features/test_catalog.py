@@ -1,9 +1,12 @@
 """Revisions and selections: exact, ordered, hashed, split by group."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from features.catalog import Catalog
@@ -17,6 +20,7 @@ from features.errors import (
 )
 from features.lake import Lake
 from features.schema import FORMAT_VERSION, SelectionFilter, Split, Verification, VersionRange
+from features.seals import sealed
 from features.selection import Selection, split_of
 from features.testing import commit_tiny, tiny_head, tiny_lake, tiny_window
 
@@ -202,15 +206,10 @@ def test_a_commit_that_is_cut_or_newer_or_something_else_is_named(lake: Lake) ->
 
 
 def test_a_later_writers_extra_column_is_left_out_and_an_absent_nullable_one_is_null(lake: Lake) -> None:
-    import io
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     table = decode_commit(lake.store.read(lake.commit_paths()[0]), where="x")
     for changed in (table.append_column("new", pa.nulls(table.num_rows)), table.drop_columns(["reward"])):
         sink = io.BytesIO()
-        pq.write_table(changed, sink)
+        pq.write_table(sealed(changed), sink)
         found = decode_commit(sink.getvalue(), where="x")
         assert found.schema == COMMIT_SCHEMA
     assert found["reward"].null_count == table.num_rows

@@ -7,15 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.checkpoint import RawTensor
+from features.bfloat16 import bf16_to_float32, float32_to_bf16
+from features.checkpoint import RawTensor, write_safetensors
 from features.errors import CorruptDataError, InputError, LakeContractError
-from features.heads import (
-    HeadSnapshot,
-    bf16_to_float32,
-    float32_to_bf16,
-    head_from_checkpoint,
-    write_safetensors,
-)
+from features.heads import HeadSnapshot, head_from_checkpoint
 from features.schema import FeatureDtype
 
 RNG = np.random.default_rng(7)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from features.bfloat16 import bf16_to_float32
 from features.catalog import Catalog
 from features.errors import (
     CorruptDataError,
@@ -21,26 +22,18 @@ from features.errors import (
     VersionConflictError,
 )
 from features.lake import Lake, head_path
-from features.schema import HeadId, SelectionFilter, TargetVersion, VersionRecord
+from features.schema import FeatureDtype, FragmentLayout, HeadId, SelectionFilter, TargetVersion
 from features.testing import (
     TINY_TARGET,
     commit_tiny,
     register_tiny_version,
     tiny_head,
     tiny_lake,
+    tiny_record,
     tiny_window,
 )
 
 V0 = TargetVersion(0)
-
-
-def record(head_id: HeadId, number: int = 0) -> VersionRecord:
-    target = TINY_TARGET
-    return VersionRecord(
-        version=TargetVersion(number), target_id=target.target_id, config_digest=target.config_digest,
-        tokenizer_digest=target.tokenizer_digest, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        head_id=head_id, weights_digest="f" * 64,
-    )  # fmt: skip
 
 
 def rows_of(lake: Lake) -> list[dict]:
@@ -111,18 +104,18 @@ def test_a_head_that_is_absent_cut_or_changed_is_never_used(tmp_path: Path) -> N
 def test_a_version_without_a_head_cannot_be_registered(tmp_path: Path) -> None:
     lake = Lake.init(str(tmp_path), TINY_TARGET)
     with pytest.raises(HeadMissingError, match="Put the head before"):
-        lake.register_version(record(HeadId("e" * 64)))
+        lake.register_version(tiny_record(HeadId("e" * 64)))
     assert lake.versions() == ()
 
 
 def test_a_version_number_names_one_set_of_weights_for_ever(tmp_path: Path) -> None:
     lake = Lake.init(str(tmp_path), TINY_TARGET)
     first, second = lake.put_head(tiny_head(0)), lake.put_head(tiny_head(1))
-    assert lake.register_version(record(first)) == lake.register_version(record(first))
-    for other in (record(second), replace(record(first), weights_digest="a" * 64)):
+    assert lake.register_version(tiny_record(first)) == lake.register_version(tiny_record(first))
+    for other in (tiny_record(second), replace(tiny_record(first), weights_digest="a" * 64)):
         with pytest.raises(VersionConflictError, match="other"):
             lake.register_version(other)
-    assert Lake.open(str(tmp_path)).version(V0) == record(first)
+    assert Lake.open(str(tmp_path)).version(V0) == tiny_record(first)
 
 
 @pytest.mark.parametrize("field", ["tokenizer_digest", "hidden_size", "vocab_size", "target_id"])
@@ -131,7 +124,7 @@ def test_a_version_of_another_target_is_refused(tmp_path: Path, field: str) -> N
     head_id = lake.put_head(tiny_head())
     changed = {"tokenizer_digest": "9" * 64, "hidden_size": 17, "vocab_size": 65, "target_id": "other"}
     with pytest.raises(TargetMismatchError, match=field):
-        lake.register_version(replace(record(head_id), **{field: changed[field]}))
+        lake.register_version(replace(tiny_record(head_id), **{field: changed[field]}))
     assert lake.versions() == ()
 
 
@@ -263,8 +256,6 @@ def test_the_tiny_lake_agrees_with_itself(tmp_path: Path) -> None:
         window = lake.read_window(row)
         head = lake.head_of(window.meta.version)
         sampled = np.nonzero(window.sampled_mask)[0]
-        from features.heads import bf16_to_float32
-
         found = head.token_logprobs(bf16_to_float32(window.final)[sampled - 1], window.token_ids[sampled])
         np.testing.assert_array_equal(found, window.logprobs[sampled])
     again = tiny_lake(f"memory://{tmp_path}", versions=2, samples_per_version=3)
@@ -282,8 +273,6 @@ def test_the_same_samples_at_two_versions_share_tokens_and_differ_in_features(tm
 
 
 def test_fragments_with_other_layer_ids_and_dtype_coexist(tmp_path: Path) -> None:
-    from features.schema import FeatureDtype, FragmentLayout
-
     lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=1)
     head, layout = tiny_head(), FragmentLayout((0, 8), FeatureDtype.FLOAT32, 16)
     commit_tiny(lake, 0, head.head_id, [tiny_window(head, layout=layout)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from features.errors import CorruptDataError, InputError, ObjectExistsError
-from features.storage import LocalStore, Store, honours_create
+from features.storage import LocalStore, Store
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -78,21 +78,6 @@ def test_delete_prefix_takes_the_folder_and_nothing_beside_it(store: Store) -> N
     store.delete_prefix("data/a")
     assert store.list("") == ["data/ab/3"]
     store.create("data/a/1", b"again")
-
-
-def test_every_tested_store_passes_the_create_probe_and_keeps_nothing_of_it(store: Store) -> None:
-    assert honours_create(store)
-    assert store.list("") == []
-
-
-def test_a_store_that_overwrites_fails_the_create_probe(tmp_path: Path) -> None:
-    class Overwriting(LocalStore):
-        def create(self, path: str, data: bytes) -> None:
-            target = self._root / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-
-    assert not honours_create(Overwriting(tmp_path))
 
 
 @pytest.mark.parametrize("url", ["http://host/lake", "gs://bucket/lake"])

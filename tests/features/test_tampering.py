@@ -17,8 +17,16 @@ from features.commits import decode_commit
 from features.errors import CorruptDataError, LakeContractError, PlanConflictError, VersionConflictError
 from features.lake import Lake, version_path
 from features.schema import COMMIT_SCHEMA, SelectionFilter, TargetVersion
+from features.seals import sealed
 from features.selection import Selection
-from features.testing import commit_tiny, register_tiny_version, tiny_head, tiny_lake, tiny_window
+from features.testing import (
+    TINY_LAYOUT,
+    commit_tiny,
+    register_tiny_version,
+    tiny_head,
+    tiny_lake,
+    tiny_window,
+)
 
 
 @pytest.fixture
@@ -91,12 +99,14 @@ def test_no_rotten_byte_of_a_commit_changes_a_row_unseen(lake: Lake) -> None:
         assert found == whole, f"byte {place}"
 
 
-def test_a_null_where_a_value_must_be_is_refused() -> None:
-    row = {f.name: None for f in COMMIT_SCHEMA}
-    table = pa.Table.from_pylist([row], pa.schema([f.with_nullable(True) for f in COMMIT_SCHEMA]))
+@pytest.mark.parametrize("name", ["schema_version", "group_id", "row_offset"])
+def test_a_null_where_a_value_must_be_is_refused(lake: Lake, name: str) -> None:
+    rows = decode_commit(lake.store.read(lake.commit_paths()[0]), where="x").to_pylist()
+    schema = pa.schema([f.with_nullable(True) for f in COMMIT_SCHEMA])
+    table = pa.Table.from_pylist([{**row, name: None} for row in rows], schema)
     sink = io.BytesIO()
-    pq.write_table(table, sink)
-    with pytest.raises(CorruptDataError):
+    pq.write_table(sealed(table), sink)
+    with pytest.raises(CorruptDataError, match=name):
         decode_commit(sink.getvalue(), where="x")
 
 
@@ -219,3 +229,12 @@ def test_a_head_of_another_shape_under_its_own_digest_is_refused(lake: Lake) -> 
     lake.store.create(f"blobs/{head_id}.safetensors", small.to_bytes())
     with pytest.raises(CorruptDataError, match="32"):
         lake.head(head_id)
+
+
+def test_one_sample_id_with_other_tokens_in_another_layout_is_a_conflict(lake: Lake) -> None:
+    head = tiny_head()
+    layout = replace(TINY_LAYOUT, layer_ids=(1, 2, 3))
+    commit_tiny(lake, 0, head.head_id, [tiny_window(head, sample=90)])
+    commit_tiny(lake, 0, head.head_id, [tiny_window(head, sample=90, layout=layout, seed=5)])
+    with pytest.raises(PlanConflictError, match="different tokens"):
+        Catalog.load(lake).select(SelectionFilter())

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from features.checkpoint import INDEX_FILE, SINGLE_FILE, RawTensor, open_checkpoint
+from features.checkpoint import INDEX_FILE, SINGLE_FILE, RawTensor, open_checkpoint, write_safetensors
 from features.errors import CorruptDataError, InputError
-from features.heads import write_safetensors
 from features.target import default_layer_ids, describe_target, weights_digest
 
 CONFIG = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from features.bfloat16 import float32_to_bf16
 from features.errors import CorruptDataError
-from features.heads import float32_to_bf16
 from features.schema import FeatureDtype
 from features.zarr_layout import SHARD_KEY, ShardLayout, group_metadata, row_bytes_of
 

@@ -33,7 +33,6 @@ def test_without_prefect_up_refuses_in_one_line_with_the_remedy(monkeypatch: pyt
 def test_a_port_held_by_something_else_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        other.listen()
         port = other.getsockname()[1]
         with (
             pytest.raises(InputError, match=f"port {port} is taken.*--port {port + 1}"),

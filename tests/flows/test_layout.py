@@ -69,10 +69,6 @@ def test_scheduled_parameters_are_parameters_of_the_flow() -> None:
             assert flow.validate_parameters(schedule["parameters"])
 
 
-def test_no_file_in_flows_is_named_like_one_of_our_packages() -> None:
-    assert PACKAGES.isdisjoint(MODULES)
-
-
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "die_with_parent"])
 def test_importing_a_flow_module_needs_no_trainer_no_credentials_and_no_server(
     module: str, tmp_path: Path

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,26 +90,9 @@ def test_what_a_step_leaves_running_ends_with_it() -> None:
     assert wait_until(lambda: not is_running(child))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
-def test_a_step_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    step = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    parent = subprocess.Popen(
-        python(f"from flows.subprocess_step import run_json; run_json([{sys.executable!r}, '-c', {step!r}])"),
-        env=os.environ | {"PYTHONPATH": str(REPO)},
-    )
-    try:
-        assert wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=30)
-        trainer = int(pid_file.read_text())
-        assert is_running(trainer)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait(10)
-        assert wait_until(lambda: not is_running(trainer))
-    finally:
-        parent.kill()
-
-
-def test_an_interrupted_parent_ends_its_step(tmp_path: Path) -> None:
+@pytest.fixture
+def parent_and_step(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A process that waits for a step, and the step's pid; neither would end by itself for a minute."""
     pid_file = tmp_path / "pid"
     step = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(60)"
     parent = subprocess.Popen(
@@ -118,11 +102,24 @@ def test_an_interrupted_parent_ends_its_step(tmp_path: Path) -> None:
     )
     try:
         assert wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=30)
-        parent.send_signal(signal.SIGINT)
-        parent.wait(20)
-        assert not is_running(int(pid_file.read_text()))
+        yield parent, int(pid_file.read_text())
     finally:
         parent.kill()
+        parent.wait(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux")
+@pytest.mark.parametrize(
+    ("sent", "later_s"), [(signal.SIGKILL, 10.0), (signal.SIGINT, 0.0)], ids=["killed", "interrupted"]
+)
+def test_a_step_ends_with_its_parent_and_before_one_that_could_wait_for_it(
+    parent_and_step: tuple["subprocess.Popen[bytes]", int], sent: signal.Signals, later_s: float
+) -> None:
+    parent, step = parent_and_step
+    assert is_running(step)
+    parent.send_signal(sent)
+    parent.wait(20)
+    assert not is_running(step) or wait_until(lambda: not is_running(step), timeout_s=later_s)
 
 
 def test_a_missing_command_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command_outcome import Cli, Outcome  # noqa: E402
+from command_outcome import Cli, Outcome
 
-from features.collect.rollouts import Rollout, read_rollouts, write_rollouts  # noqa: E402
-from pipelines.cli import main  # noqa: E402
-from pipelines.demo.spec import DRAFT_ASSET, TARGET_ASSET  # noqa: E402
+from features.collect.rollouts import Rollout, read_rollouts, write_rollouts
+from pipelines.cli import main
+from pipelines.demo.spec import DRAFT_ASSET, TARGET_ASSET
 
 GROUPS, PROMPT, RESPONSE = 12, 8, 24
 TEMPERATURE = 0.8
@@ -72,7 +72,7 @@ def rollouts(target: Path) -> list[Rollout]:
     return [
         Rollout(
             sample_id=f"r{n:02d}",
-            group_id=f"g{n // 2:02d}",
+            group_id=f"p{n // 2:02d}",  # four of these twelve are held out
             token_ids=tuple(ids[n].tolist()),
             prompt_length=PROMPT,
             sampled_mask=(False,) * PROMPT + (True,) * RESPONSE,
@@ -128,7 +128,9 @@ def moved_target(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="session")
-def collected(target: Path, draft: Path, rollout_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def collected(
+    target: Path, draft: Path, rollout_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A lake with the rollouts and the shipped draft. Copied by ``lake``; never written to."""
     from pipelines import promote
     from pipelines.collect import CollectSpec, collect
@@ -166,5 +168,5 @@ def empty_lake(target: Path, tmp_path: Path) -> Path:
 def small_config(tmp_path: Path) -> Path:
     """A training config of two steps."""
     path = tmp_path / "train.yaml"
-    path.write_text("max_steps: 2\nbatch_tokens: 512\nmethod: {method: eagle3, ttt_steps: 2}\n")
+    path.write_text("max_steps: 2\nbatch_tokens: 256\nmethod: {method: eagle3, ttt_steps: 2}\n")
     return path

@@ -590,21 +590,3 @@ def test_an_artifact_does_not_differ_from_itself(registry: Registry, tmp_path: P
     digest = imported(registry, tmp_path)
     diff = registry.diff(digest, digest)
     assert (diff.config, diff.manifest, diff.tensors, diff.tensors_equal) == ((), (), (), 3)
-
-
-# -- weight of the imports
-
-
-def test_the_registry_needs_no_torch_and_of_training_only_the_artifact() -> None:
-    process = run_python(
-        """
-        import json, sys
-        import publish.registry, publish.gates, publish.telemetry
-        heavy = {"torch", "transformers", "accelerate", "vllm", "polars", "zarr", "prefect", "httpx"}
-        ours = sorted(n for n in sys.modules if n.startswith(("training.", "pipelines", "flows")))
-        print(json.dumps([sorted(heavy & set(sys.modules)), ours]))
-        """
-    )
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert json.loads(output) == [[], ["training.artifact"]]

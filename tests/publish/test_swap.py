@@ -1,58 +1,27 @@
 """All engines or none: plans, canaries, and what is put back when one fails."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from features.errors import DraftLayoutError, EngineError
 from publish.engines import AcceptanceCounters, EngineState
 from publish.swap import PublishedDraft, expected_fingerprint, plan_swap, serves, swap_draft
-from training.artifact import DraftArtifact, TrainingManifest, load_artifact
+from publish.testing import write_artifact
+from training.artifact import DraftArtifact, load_artifact
 
-OWNED = ("d2t", "fc.weight")
-
-
-def make_artifact(folder: Path, seed: int) -> DraftArtifact:
-    folder.mkdir()
-    tensors = {
-        "fc.weight": np.full((2, 2), seed, np.float32),
-        "d2t": np.zeros(2, np.int64),
-        "t2d": np.ones(2, np.bool_),
-    }
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"seed": seed}))
-    manifest = TrainingManifest(
-        method="eagle3",
-        target_id="t",
-        tokenizer_digest="t",
-        hidden_size=2,
-        vocab_size=2,
-        layer_ids=(1,),
-        lake_revision="r",
-        selection_digest="s",
-        versions=(0,),
-        parent=None,
-        spec={},
-        packages={},
-        steps=1,
-        tokens=1,
-    )
-    (folder / "manifest.json").write_text(manifest.model_dump_json())
-    return load_artifact(folder)
+OWNED = ("d2t", "fc.weight", "norm.weight")
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> DraftArtifact:
-    return make_artifact(tmp_path / "old", 1)
+    return load_artifact(write_artifact(tmp_path / "old", seed=1))
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> DraftArtifact:
-    return make_artifact(tmp_path / "new", 2)
+    return load_artifact(write_artifact(tmp_path / "new", seed=2))
 
 
 @dataclass

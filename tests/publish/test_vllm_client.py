@@ -237,6 +237,12 @@ def test_the_version_label_goes_to_the_targets_route() -> None:
     assert server.requests == [("update_weight_version", {"new_version": "v000000004"})]
 
 
+def test_a_release_without_labels_says_so_rather_than_asking_for_flags() -> None:
+    server = FakeServer(update_weight_version=httpx.Response(404))
+    with pytest.raises(EngineError, match=r"no route /update_weight_version\. Releases before labels"):
+        server.engine().set_target_version("v000000004")
+
+
 def test_a_revert_without_a_replaced_draft_does_not_pause() -> None:
     server = FakeServer(draftlake_brief={"ok": True, "prepared": None, "revertible": False})
     with pytest.raises(EngineError, match="holds no replaced draft"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from features.bfloat16 import bf16_to_float32, float32_to_bf16
 from features.errors import DraftLayoutError, LakeContractError
-from features.heads import bf16_to_float32, float32_to_bf16
 from features.schema import FeatureDtype, FragmentLayout, TargetVersion
 from training.batches import has_finite_features, make_batch, plan_batches, supervision_mask
 from training.heads import FrozenHead
@@ -34,7 +34,7 @@ def test_padding_is_never_marked_as_data() -> None:
         [make_window(length=5, prompt=2), make_window(length=9, prompt=2)], HEADS, layer_ids=LAYERS
     )
     assert batch.row_mask.sum(1).tolist() == [5, 9]
-    assert batch.mask.sum(1).tolist() == [3, 7]
+    assert batch.supervised.sum(1).tolist() == [3, 7]
     assert not batch.token_mask[0, 5:].any()
     assert not batch.aux[0, 5:].any()
 

@@ -30,6 +30,7 @@ def test_a_draft_goes_from_stored_windows_to_a_report(tmp_path: Path) -> None:
     report = evaluate_draft(lake, held_out, result.folder, k=2, mode=modes.pop())
     assert report.artifact == result.artifact.digest
     assert report.overall.rounds > 0
+    assert report.split == "held_out"
 
 
 def test_another_lake_with_the_same_bytes_gives_the_same_weights(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class BigramMethod:
         return (1, 2, 3)
 
     def loss(self, model: Any, batch: DraftBatch, spec: MethodSpec) -> LossTerms:
-        window, place = self.supervised_tokens(batch.mask).nonzero(as_tuple=True)
+        window, place = self.supervised_tokens(batch.supervised).nonzero(as_tuple=True)
         logits = model.table[batch.token_ids[window, place - 1]]
         rows = nn.functional.cross_entropy(logits, batch.token_ids[window, place], reduction="none")
         total, count, dropped = masked_sum(rows)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from features.errors import InputError, ProofFailedError
-from features.heads import HeadSnapshot
+from features.heads import HeadSnapshot, logit_scale
 from features.schema import FeatureDtype
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def head_from_model(model: Any) -> HeadSnapshot:
         dtype=dtype,
         embed_tokens=None if tied else _head_array(embedding.weight, dtype),
         bias=None if bias is None else _head_array(bias, dtype),
-        logit_scale=_logit_scale(config),
+        logit_scale=logit_scale(config.to_dict()),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -305,12 +305,3 @@ def _head_array(weight: Tensor, dtype: FeatureDtype) -> NDArray[Any]:
     if dtype is FeatureDtype.BFLOAT16:
         return cpu.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).copy()
     return cpu.float().numpy().copy()
-
-
-def _logit_scale(config: Any) -> float:
-    """What multiplies the logits: Cohere's ``logit_scale``, or one over Granite's ``logits_scaling``."""
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    if scale is not None:
-        return float(scale)
-    return 1.0 if divisor is None else 1.0 / float(divisor)

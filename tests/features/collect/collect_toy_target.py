@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from features.collect.rollouts import Rollout
 from features.heads import HeadSnapshot
 from features.lake import Lake
-from features.schema import FeatureDtype, TargetIdentity, TargetVersion, VersionRecord
+from features.schema import FeatureDtype, TargetIdentity, VersionRecord
+from features.testing import tiny_record
 
 VOCAB, HIDDEN, LAYERS = 48, 16, 4
 IDENTITY = TargetIdentity(
@@ -46,11 +47,7 @@ class ToyTarget:
 
     @property
     def record(self) -> VersionRecord:
-        return VersionRecord(
-            version=TargetVersion(self.version), target_id="toy", config_digest="c" * 64,
-            tokenizer_digest="t" * 64, hidden_size=HIDDEN, vocab_size=VOCAB,
-            head_id=self.head.head_id, weights_digest=None,
-        )  # fmt: skip
+        return tiny_record(self.head.head_id, self.version, target=IDENTITY)
 
     def stream(self, token_ids: Sequence[int], k: int) -> F32:
         """The residual stream of layer id ``k``, shape [T, H]."""

@@ -1,6 +1,5 @@
 """Collecting through a tap: version first, proof before data, killed and rerun without harm."""
 
-import json
 import os
 import signal
 import subprocess
@@ -172,18 +171,3 @@ def test_killed_at_any_step_a_rerun_completes_with_the_same_windows(tmp_path: Pa
     assert (report.duplicates, report.collected) == (committed, 7 - committed)
     assert windows(lake) == windows(whole)
     assert lake.commit_paths() == whole.commit_paths()
-
-
-def test_importing_collection_loads_nothing_heavy() -> None:
-    script = (
-        "import importlib, json, sys\n"
-        "for m in ('rollouts', 'sampling', 'collector', 'proofs', 'run', 'report', 'committed', 'cut'):\n"
-        "    importlib.import_module('features.collect.' + m)\n"
-        "print(json.dumps(sorted(set(m.split('.')[0] for m in sys.modules))))\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    heavy = {"torch", "transformers", "polars", "zarr", "prefect", "accelerate", "pydantic"}
-    assert not heavy & set(json.loads(out.stdout))

@@ -94,11 +94,15 @@ def parse_config(raw: dict[str, Any], *, where: str) -> Eagle3Config:
     """The sizes of a ``config.json``; refuses another architecture, a variant flag or absent ids."""
     if ARCHITECTURE not in raw.get("architectures", []):
         raise DraftLayoutError(
-            f"{where}: architectures is {raw.get('architectures')}, expected [{ARCHITECTURE!r}]"
+            f"{where}: architectures is {raw.get('architectures')}, expected [{ARCHITECTURE!r}]. "
+            f"Point at an EAGLE-3 draft."
         )
     on = [flag for flag in _FLAGS if raw.get(flag)]
     if on:
-        raise DraftLayoutError(f"{where}: {', '.join(on)} is on; this model has only the plain forward pass")
+        raise DraftLayoutError(
+            f"{where}: {', '.join(on)} is on; this model has only the plain forward pass. "
+            f"Start from a draft without it, or train from scratch."
+        )
     nested = (raw.get("eagle_config") or {}).get(LAYER_IDS_KEY)
     ids = raw.get(LAYER_IDS_KEY, nested)
     if not ids or (nested is not None and list(nested) != list(ids)):

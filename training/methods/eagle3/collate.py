@@ -54,7 +54,7 @@ def predictable(mask: Tensor) -> Tensor:
 
 def drafting_rows(batch: DraftBatch, steps: int) -> Rows:
     """Rows with a supervised prediction within ``steps`` steps."""
-    mask = _pad_right(predictable(batch.mask), steps + 1)
+    mask = _pad_right(predictable(batch.supervised), steps + 1)
     rows = batch.row_mask.shape[1]
     wanted = torch.zeros_like(batch.row_mask)
     for step in range(steps):
@@ -116,7 +116,7 @@ class Supervision:
 
 def supervision(batch: DraftBatch) -> Supervision:
     """Number the supervised tokens of a batch."""
-    mask = predictable(batch.mask)
+    mask = predictable(batch.supervised)
     window, place = mask.nonzero(as_tuple=True)
     number = torch.full_like(batch.token_ids, -1)
     number[window, place] = torch.arange(len(window), device=number.device)

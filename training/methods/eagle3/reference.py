@@ -93,7 +93,7 @@ def reference_loss(model: Eagle3Draft, batch: DraftBatch, spec: Eagle3Spec) -> T
                 if p + 1 + i >= rows:
                     break
                 hidden, cache = _step(model, head.embedding[tokens[p + 1 + i]], hidden, start + p + i, cache)
-                if not batch.mask[b, p + 2 + i]:
+                if not batch.supervised[b, p + 2 + i]:
                     continue
                 teacher = torch.softmax(head.logits(batch.final[b, p + 1 + i][None])[0][ids], 0)
                 losses[i].append(row_loss(spec.loss, _logits(model, hidden)[None], teacher[None])[0])
