@@ -126,7 +126,7 @@ def train(
 
 
 @task(name="evaluate", **_IDEMPOTENT)
-def evaluate(pinned: Pinned, artifact: str) -> EvalReport:
+def evaluate(pinned: Pinned, artifact: str, include_unverified: bool) -> EvalReport:
     """Offline tau against the production draft, on the pinned revision; filed as evidence."""
     job = evaluating.EvalJob(
         lake=pinned.lake,
@@ -134,6 +134,7 @@ def evaluate(pinned: Pinned, artifact: str) -> EvalReport:
         first_version=pinned.newest_version,
         stop_version=pinned.newest_version + 1,
         revision=pinned.lake_revision,
+        verified_only=not include_unverified,
     )
     return evaluating.evaluate(job, RunContext())
 
@@ -177,7 +178,7 @@ def retrain(
         parent: digest of the draft to start from; default: the production draft, or scratch when
             there is none. An empty string trains from scratch.
         epochs: overrides the training spec's.
-        include_unverified: also train on windows without a logprob proof.
+        include_unverified: also train on, and walk, windows without a logprob proof.
         engines: vLLM servers to publish to, when approved automatically.
         approve_automatically: approve when the gate passes, and fail the run when it refuses.
     """
@@ -188,7 +189,7 @@ def retrain(
     tag_run(artifact)
     if artifact in promote.status(lake, (), RunContext())["production"].values():
         return _finished(pinned, _report(pinned, artifact, "in production already", None), None)
-    evaluation = evaluate(pinned, artifact)
+    evaluation = evaluate(pinned, artifact, include_unverified)
     decision = gate(lake, artifact)
     report = _report(pinned, artifact, "candidate", decision)
     if approve_automatically:

@@ -32,6 +32,8 @@ class EvalJob(Spec):
     held_out_percent: Annotated[int, Field(ge=1, le=90)] = 20
     split: Split = Split.HELD_OUT
     domains: tuple[str, ...] = ()
+    verified_only: bool = True
+    """Leave out windows whose logprobs could not be checked."""
     revision: str | None = None
 
 
@@ -58,7 +60,6 @@ def evaluate(job: EvalJob, ctx: RunContext) -> EvalReport:
         report = evaluate_draft(
             lake, selection, draft, k=job.num_speculative_tokens, mode=job.mode, baseline_folder=other
         )
-    report = report.model_copy(update={"split": job.split.value})
     registry.add_evidence(job.artifact, report)
     return report
 
@@ -75,5 +76,6 @@ def evaluation_filter(lake: Lake, job: EvalJob) -> SelectionFilter:
         split=job.split,
         held_out_percent=job.held_out_percent,
         domains=job.domains,
+        verified_only=job.verified_only,
         whole_sequences_only=True,
     )

@@ -4,7 +4,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from features.errors import DraftLayoutError, EngineError, GateRefusedError, InputError, TargetMismatchError
+from features.errors import (
+    DraftlakeError,
+    DraftLayoutError,
+    EngineError,
+    GateRefusedError,
+    InputError,
+    TargetMismatchError,
+)
 from features.lake import Lake
 from pipelines.context import RunContext
 from pipelines.hooks import tell_hooks
@@ -267,7 +274,7 @@ def _move(
         sequence = _advance(channel, head, digest, action=action, by=by, reason=reason, ctx=ctx)
     except Exception:
         # Whatever kept the ledger from moving: what engines serve has to be what it says.
-        _undo(engines, report, previous, registry)
+        _undo(engines, report, _served_by(channel, registry, otherwise=previous), registry)
         raise
     publication = Publication(
         artifact=digest,
@@ -305,13 +312,24 @@ def _open_engines(urls: tuple[str, ...], ctx: RunContext) -> tuple[RolloutEngine
     return engines
 
 
+def _served_by(
+    channel: Channel, registry: Registry, *, otherwise: PublishedDraft | None
+) -> PublishedDraft | None:
+    """What the channel names now: another run may have moved it. ``otherwise`` when it cannot be read."""
+    try:
+        head = channel.head()
+    except (DraftlakeError, OSError):
+        return otherwise
+    return PublishedDraft(head.artifact, registry.artifact_uri(head.artifact)) if head else None
+
+
 def _undo(
     engines: tuple[RolloutEngine, ...],
     report: SwapReport,
     previous: PublishedDraft | None,
     registry: Registry,
 ) -> None:
-    """Put the draft of before back on the engines; the first publish goes back to the boot draft."""
+    """Put the draft that the ledger names on the engines; with an empty ledger, back to the boot draft."""
     if previous is not None:
         swap_draft(engines, registry.artifact(previous.digest), previous.uri).require_success()
         return

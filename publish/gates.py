@@ -100,6 +100,9 @@ def _scope_checks(report: EvalReport, spec: GateSpec, newest: int) -> list[GateC
         split = report.split or "an unrecorded split"
         detail = f"needs an evaluation on held-out groups; it was made on {split}"
         checks.append(_check("held_out", report.split == "held_out", detail))
+    narrowed = ", ".join(report.domains)
+    detail = f"needs windows of every domain; it was narrowed to {narrowed or 'none'}"
+    checks.append(_check("all_domains", not report.domains, detail))
     if spec.require_newest_version:
         versions = sorted(report.by_version)
         detail = (

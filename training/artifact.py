@@ -97,6 +97,8 @@ class EvalReport(Document):
     selection_digest: str
     split: Literal["all", "train", "held_out"] | None = None
     """Which rollout groups were walked. None is unknown, and no gate accepts it."""
+    domains: tuple[str, ...] = ()
+    """Domains the windows were narrowed to; empty: every domain, which is what a gate accepts."""
     head_version: int
     """Version whose head scored it: always the windows' own and, for a gate, the newest."""
     mode: TauMode

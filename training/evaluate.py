@@ -130,6 +130,7 @@ def _report(
         lake_revision=selection.revision.digest,
         selection_digest=selection.digest,
         split=selection.filter.split.value,
+        domains=selection.filter.domains,
         head_version=max(window.meta.version.number for window in walked),
         mode=mode,
         num_speculative_tokens=k,

@@ -129,6 +129,9 @@ def eval_(
     num_speculative_tokens: Annotated[
         int, typer.Option("--k", min=1, max=16, help="Draft tokens per round.")
     ] = 3,
+    include_unverified: Annotated[
+        bool, typer.Option("--include-unverified", help="Also walk windows without a logprob proof.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure offline tau on held-out groups, against the production draft; stored as evidence."""
@@ -141,6 +144,7 @@ def eval_(
         stop_version=stop_version,
         mode=mode,
         num_speculative_tokens=num_speculative_tokens,
+        verified_only=not include_unverified,
     )
     emit(evaluating.evaluate(job, console_context()), as_json=json, title="evaluation")
 

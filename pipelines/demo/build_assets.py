@@ -103,7 +103,7 @@ def build_draft(out: Path, *, seed: int) -> dict[str, Any]:
         collect(CollectSpec(lake=lake_url, rollouts=(str(path),), target=str(TARGET_ASSET), version=0), ctx)
         job = TrainJob(lake=lake_url, first_version=0, stop_version=1, verified_only=False, train=FIRST_DRAFT)
         digest = train(job, ctx).artifact
-        report = evaluate(EvalJob(lake=lake_url, artifact=digest), ctx)
+        report = evaluate(EvalJob(lake=lake_url, artifact=digest, verified_only=False), ctx)
         lake = Lake.open(lake_url)
         shutil.rmtree(out, ignore_errors=True)
         Registry(lake.store, TARGET_ID).fetch(digest, out)

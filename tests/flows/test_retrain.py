@@ -142,10 +142,11 @@ def test_training_uses_the_pinned_revision_after_the_lake_has_grown(
 def test_evaluation_uses_the_pinned_revision_and_its_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     monkeypatch.setattr(retrain.evaluating, "evaluate", lambda job, _ctx: jobs.append(job) or evaluation())
-    retrain.evaluate.fn(pinned_to(), ARTIFACT)
+    retrain.evaluate.fn(pinned_to(), ARTIFACT, include_unverified=False)
     assert (jobs[0].first_version, jobs[0].stop_version) == (1, 2)
     assert jobs[0].revision == "r" * 64
     assert jobs[0].artifact == ARTIFACT
+    assert jobs[0].verified_only
 
 
 def test_a_draft_trained_on_another_revision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def move_channel_during_the_swap(world: World, artifact: str) -> None:
     last.on_commit = interfere
 
 
-def test_losing_the_channel_puts_the_previous_draft_back(
+def test_losing_the_channel_leaves_engines_on_the_draft_that_won(
     world: World, first: str, second: str, tmp_path: Path
 ) -> None:
     other = world.import_draft(tmp_path, 3)
@@ -249,18 +249,18 @@ def test_losing_the_channel_puts_the_previous_draft_back(
     move_channel_during_the_swap(world, other)
     with pytest.raises(RegistryConflictError, match="'bob'.*I was first"):
         world.publish(second)
-    assert world.serving == [first] * 3
+    assert world.serving == [other] * 3
     assert world.moves == [("publish", first), ("publish", other)]
 
 
-def test_losing_the_first_publish_puts_the_boot_draft_back(world: World, tmp_path: Path) -> None:
+def test_losing_the_first_publish_leaves_engines_on_the_draft_that_won(world: World, tmp_path: Path) -> None:
     mine, theirs = world.import_draft(tmp_path, 1), world.import_draft(tmp_path, 2)
     world.approve(mine, force=True)
     world.approve(theirs, force=True)
     move_channel_during_the_swap(world, theirs)
     with pytest.raises(RegistryConflictError):
         world.publish(mine)
-    assert world.serving == [None] * 3
+    assert world.serving == [theirs] * 3
 
 
 def test_a_store_that_fails_after_the_swap_puts_the_previous_draft_back(

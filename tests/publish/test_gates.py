@@ -25,7 +25,7 @@ def test_a_better_draft_passes_and_every_reason_is_listed() -> None:
     decision = decide(make_report(CANDIDATE, BASELINE), GateSpec(), NEWEST)
     assert decision.passed
     assert [check.name for check in decision.checks] == [
-        "held_out", "newest_version", "baseline", "same_selection", "rounds", "groups", "gain",
+        "held_out", "all_domains", "newest_version", "baseline", "same_selection", "rounds", "groups", "gain",
     ]  # fmt: skip
     assert all(reason.startswith("pass: ") for reason in decision.reasons)
 
@@ -34,7 +34,7 @@ def test_a_refusal_lists_passed_reasons_too() -> None:
     report = make_report(CANDIDATE, BASELINE, split="train", overall=make_estimate(2.5, rounds=3))
     decision = decide(report, GateSpec(), NEWEST)
     assert [reason.split(":")[0] for reason in decision.reasons].count("REFUSED") == 2
-    assert len(decision.reasons) == 7
+    assert len(decision.reasons) == 8
     assert any("held-out groups; it was made on train" in reason for reason in decision.reasons)
     assert any("found 3" in reason for reason in decision.reasons)
 
@@ -47,6 +47,7 @@ def test_a_refusal_lists_passed_reasons_too() -> None:
         ({"split": "train"}, "held_out"),
         ({"split": "all"}, "held_out"),
         ({"split": None}, "held_out"),
+        ({"domains": ("prose",)}, "all_domains"),
         ({"head_version": 4}, "newest_version"),
         ({"by_version": {4: make_estimate(), 5: make_estimate()}}, "newest_version"),
         ({"by_version": {4: make_estimate()}}, "newest_version"),
