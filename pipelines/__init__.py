@@ -10,6 +10,7 @@ Where to go:
 - ``train``       a version range to a candidate draft in the registry
 - ``evaluate``    offline tau on held-out groups, and the gate's evidence
 - ``promote``     approve, reject, publish, roll back, status
+- ``hooks``       what other packages may be told about decisions
 - ``demo``        the whole loop on one machine
 - ``cli``         the ``draftlake`` command
 """

@@ -23,6 +23,8 @@ from pipelines.context import RunContext
 from pipelines.progress import Advance
 from training.spec import Spec
 
+_SAMPLING = SamplingPolicy()
+
 
 class CollectSpec(Spec):
     """What to collect, and from what."""
@@ -38,13 +40,13 @@ class CollectSpec(Spec):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     engine_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which the engine that recorded the logprobs computed; float32 allows a sharper proof."""
-    sample_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sample_rate: Annotated[float, Field(gt=0, le=1)] = _SAMPLING.sample_rate
     """Share of rollouts to keep."""
-    max_tokens: Annotated[int, Field(ge=8)] = 512
-    """Rows per window at most."""
+    max_tokens: Annotated[int, Field(ge=8)] = _SAMPLING.max_tokens
+    """Rows per window at most. A longer rollout is cut, and offline tau walks whole rollouts only."""
     fragment_tokens: Annotated[int, Field(ge=1)] = DEFAULT_FRAGMENT_TOKENS
     """Rows at which a fragment is committed: what a crash may lose, and what is held in memory."""
-    seed: int = 0
+    seed: int = _SAMPLING.seed
     writer_id: str = "draftlake-collect"
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from features.catalog import Catalog
+from features.catalog import Catalog, Selection
+from features.errors import EmptySelectionError, InputError
 from features.lake import Lake
 from features.schema import SelectionFilter, Split, VersionRange
 from pipelines.context import RunContext
@@ -14,6 +15,8 @@ from pipelines.inspect import newest_version, version_range
 from publish.registry import Registry
 from training.artifact import EvalReport
 from training.spec import Spec
+
+_SELECTION = SelectionFilter()
 
 
 class EvalJob(Spec):
@@ -24,12 +27,12 @@ class EvalJob(Spec):
     baseline: str | None = None
     """Draft to compare with; None takes the production draft, if there is one."""
     first_version: Annotated[int, Field(ge=0)] | None = None
-    """None: only the newest version that has windows (what a gate wants)."""
+    """None: the newest registered version only, which is what a gate wants."""
     stop_version: Annotated[int, Field(gt=0)] | None = None
     mode: Literal["greedy", "sampled-onehot"] = "sampled-onehot"
     """How the engine drafts: vLLM's default draft sampling is greedy, hence one-hot."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
-    held_out_percent: Annotated[int, Field(ge=1, le=90)] = 20
+    held_out_percent: Annotated[int, Field(ge=1, le=90)] = _SELECTION.held_out_percent
     split: Split = Split.HELD_OUT
     domains: tuple[str, ...] = ()
     verified_only: bool = True
@@ -41,14 +44,15 @@ def evaluate(job: EvalJob, ctx: RunContext) -> EvalReport:
     """Walk the held-out sequences with the draft, and with the baseline; store the report as evidence.
 
     Raises:
-        EmptySelectionError: no whole held-out sequence matches.
+        EmptySelectionError: no whole held-out sequence matches; parts of one cannot be walked.
+        InputError: the versions asked for are none, or no sequence was sampled in this mode.
     """
     from training.evaluate import evaluate_draft
 
     lake = Lake.open(job.lake)
     registry = Registry(lake.store, lake.target.target_id)
     selection = Catalog.load(lake, revision=job.revision).select(evaluation_filter(lake, job))
-    selection.require_nonempty()
+    _require_whole_sequences(selection)
     with tempfile.TemporaryDirectory(prefix="draftlake-eval-") as scratch:
         draft = registry.fetch(job.artifact, Path(scratch) / "draft")
         head = registry.channel(registry.manifest(job.artifact).method).head()
@@ -65,7 +69,16 @@ def evaluate(job: EvalJob, ctx: RunContext) -> EvalReport:
 
 
 def evaluation_filter(lake: Lake, job: EvalJob) -> SelectionFilter:
-    """Whole held-out sequences of the asked versions; by default of the newest with windows."""
+    """Held-out windows of the asked versions; by default of the newest.
+
+    Raises:
+        InputError: a stop version without a first one, or a range that holds no version.
+    """
+    if job.first_version is None and job.stop_version is not None:
+        raise InputError(
+            f"--stop-version {job.stop_version} has no first version to go with: add --first-version, or leave "
+            f"both out to evaluate on the newest version"
+        )
     if job.first_version is None:
         newest = newest_version(lake)
         versions = VersionRange(newest, newest + 1)
@@ -77,5 +90,15 @@ def evaluation_filter(lake: Lake, job: EvalJob) -> SelectionFilter:
         held_out_percent=job.held_out_percent,
         domains=job.domains,
         verified_only=job.verified_only,
-        whole_sequences_only=True,
     )
+
+
+def _require_whole_sequences(selection: Selection) -> None:
+    """Refuse a selection of parts only; parts beside whole sequences are counted as skipped in the report."""
+    selection.require_nonempty()
+    if not any(row["num_rows"] == row["sequence_length"] for row in selection.rows):
+        longest = max(row["sequence_length"] for row in selection.rows)
+        raise EmptySelectionError(
+            f"none of {len(selection)} windows is a whole rollout, and a walk needs all of one: they were cut to "
+            f"--max-tokens. Collect these rollouts again with --max-tokens {longest}, which stores whole ones too"
+        )

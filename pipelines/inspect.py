@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+import polars as pl
+
 from features.catalog import Catalog
 from features.errors import InputError
 from features.lake import Lake
@@ -37,9 +39,7 @@ def version_range(first: int, stop: int | None) -> VersionRange:
 
 
 def list_versions(url: str) -> list[dict[str, Any]]:
-    """One row per target version: windows, tokens, bytes, groups, verified windows, head."""
-    import polars as pl
-
+    """One row per target version: windows, tokens, bytes, groups, verified windows, acceptance as recorded, head."""
     lake = Lake.open(url)
     frame = Catalog.load(lake).frame
     counts = frame.group_by("target_version").agg(
@@ -101,8 +101,6 @@ def show_sample(url: str, sample_id: str) -> list[dict[str, Any]]:
     Raises:
         InputError: the lake holds no window of it.
     """
-    import polars as pl
-
     frame = Catalog.load(Lake.open(url)).frame.filter(pl.col("sample_id") == sample_id)
     if frame.is_empty():
         raise InputError(
@@ -140,7 +138,5 @@ def explain(url: str, wanted: SelectionFilter) -> ReadPlan:
     return Catalog.load(Lake.open(url)).explain(wanted)
 
 
-def _is_version(number: int) -> Any:
-    import polars as pl
-
+def _is_version(number: int) -> pl.Expr:
     return pl.col("target_version") == number

@@ -17,6 +17,8 @@ from publish.registry import Registry
 from training.artifact import Document
 from training.spec import Spec, TrainSpec
 
+_SELECTION = SelectionFilter()
+
 
 class TrainJob(Spec):
     """Which windows, from which draft, with which training spec."""
@@ -29,7 +31,7 @@ class TrainJob(Spec):
     """Digest of the registered draft to start from; None trains from scratch."""
     revision: str | None = None
     """Lake revision to pin; None takes the newest and records it."""
-    held_out_percent: Annotated[int, Field(ge=0, le=90)] = 20
+    held_out_percent: Annotated[int, Field(ge=0, le=90)] = _SELECTION.held_out_percent
     verified_only: bool = True
     """Leave out windows whose logprobs could not be checked."""
     train: TrainSpec = TrainSpec()

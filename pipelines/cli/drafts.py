@@ -19,10 +19,12 @@ from pipelines.cli.output import (
     ReviewerOption,
     StopVersionOption,
     console_context,
+    default_of,
     emit,
     parse_spec,
 )
 from pipelines.cli.rows import draft_page, draft_row
+from pipelines.evaluate import EvalJob
 from training.spec import TrainSpec
 
 ArtifactArgument = Annotated[str, typer.Argument(help="Artifact digest, or its unique beginning.")]
@@ -71,7 +73,7 @@ def train(
     config: Annotated[Path | None, typer.Option(help="YAML with fields of the training spec.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Overrides the config's epochs.")] = None,
     include_unverified: Annotated[
-        bool, typer.Option(help="Also train on windows without a logprob proof.")
+        bool, typer.Option("--include-unverified", help="Also train on windows without a logprob proof.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Lake revision to pin.")] = None,
     dry_run: DryRunOption = False,
@@ -124,11 +126,12 @@ def eval_(
     ] = None,
     stop_version: Annotated[int | None, typer.Option(min=1, help="Stop before this version.")] = None,
     mode: Annotated[
-        Literal["greedy", "sampled-onehot"], typer.Option(help="How the engine accepts.")
-    ] = "sampled-onehot",
+        Literal["greedy", "sampled-onehot"],
+        typer.Option(help="How the rollouts were sampled: at temperature 0, or above it."),
+    ] = default_of(EvalJob, "mode"),
     num_speculative_tokens: Annotated[
         int, typer.Option("--k", min=1, max=16, help="Draft tokens per round.")
-    ] = 3,
+    ] = default_of(EvalJob, "num_speculative_tokens"),
     include_unverified: Annotated[
         bool, typer.Option("--include-unverified", help="Also walk windows without a logprob proof.")
     ] = False,
@@ -136,7 +139,7 @@ def eval_(
 ) -> None:
     """Measure offline tau on held-out groups, against the production draft; stored as evidence."""
     _, registry = promote.open_registry(lake)
-    job = evaluating.EvalJob(
+    job = EvalJob(
         lake=lake,
         artifact=registry.resolve(artifact),
         baseline=registry.resolve(baseline) if baseline else None,

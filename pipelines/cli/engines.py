@@ -17,6 +17,7 @@ from pipelines.cli.output import (
     emit,
 )
 from pipelines.cli.rows import engine_row
+from training.spec import TrainSpec
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -56,7 +57,7 @@ def rollback(
     lake: LakeOption,
     engine: EngineOption,
     reason: ReasonOption,
-    method: Annotated[str, typer.Option(help="Draft method.")] = "eagle3",
+    method: Annotated[str, typer.Option(help="Draft method.")] = TrainSpec().method.method,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:

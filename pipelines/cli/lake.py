@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from features.collect.collector import DEFAULT_FRAGMENT_TOKENS
 from features.collect.report import CollectReport
 from features.schema import SelectionFilter, Split
 from pipelines import collect as collecting
@@ -17,9 +16,12 @@ from pipelines.cli.output import (
     JsonOption,
     LakeOption,
     console_context,
+    default_of,
     emit,
     parse_spec,
 )
+from pipelines.cli.rows import version_rows
+from pipelines.collect import CollectSpec
 from pipelines.context import LAKE_VARIABLE
 
 
@@ -67,20 +69,28 @@ def collect(
     target: Annotated[str, typer.Option(help="Model directory of the weights that sampled the rollouts.")],
     version: Annotated[int, typer.Option(min=0, help="Target version of these weights.")],
     layer_ids: Annotated[str | None, typer.Option(help="Aux layer ids, e.g. 2,4,5 (blocks applied).")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    engine_dtype: Annotated[str, typer.Option(help="Type the rollout engine computed in.")] = "bfloat16",
-    sample_rate: Annotated[float, typer.Option(help="Share of rollouts to keep.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Rows per window at most.")] = 512,
+    dtype: Annotated[
+        str, typer.Option(help="Type of the stored features: bfloat16 or float32.")
+    ] = default_of(CollectSpec, "dtype"),
+    engine_dtype: Annotated[
+        str, typer.Option(help="Type the rollout engine computed in: bfloat16 or float32.")
+    ] = default_of(CollectSpec, "engine_dtype"),
+    sample_rate: Annotated[float, typer.Option(help="Share of rollouts to keep.")] = default_of(
+        CollectSpec, "sample_rate"
+    ),
+    max_tokens: Annotated[
+        int, typer.Option(help="Rows per window at most; eval walks whole rollouts only.")
+    ] = default_of(CollectSpec, "max_tokens"),
     fragment_tokens: Annotated[
         int, typer.Option(help="Rows per fragment: what is held in memory, and committed at once.")
-    ] = DEFAULT_FRAGMENT_TOKENS,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling policy.")] = 0,
+    ] = default_of(CollectSpec, "fragment_tokens"),
+    seed: Annotated[int, typer.Option(help="Seed of the sampling policy.")] = default_of(CollectSpec, "seed"),
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run the target over rollouts and store sampled windows with the same-version head."""
     spec = parse_spec(
-        collecting.CollectSpec,
+        CollectSpec,
         {
             "lake": lake,
             "rollouts": tuple(rollouts),
@@ -123,8 +133,11 @@ def list_(
     json: JsonOption = False,
 ) -> None:
     """List target versions with their windows, tokens and proofs; or the samples."""
-    rows = inspect.list_samples(lake, version) if samples else inspect.list_versions(lake)
-    emit(rows, as_json=json, title=lake)
+    if samples:
+        emit(inspect.list_samples(lake, version), as_json=json, title=lake)
+        return
+    rows = inspect.list_versions(lake)
+    emit(rows, as_json=json, title=lake, shown=version_rows(rows))
 
 
 def show(

@@ -77,6 +77,11 @@ def _problem(detail: Any) -> str:
     return f"{place or 'value'}: {message} (found {detail['input']!r})" if place else message
 
 
+def default_of(spec: type[BaseModel], field: str) -> Any:
+    """A spec's own default, so that an option states it and does not repeat it."""
+    return spec.model_fields[field].default
+
+
 def plain(value: Any) -> Any:
     """A report as JSON-ready Python; a number that JSON cannot say becomes null."""
     if isinstance(value, BaseModel):

@@ -1,11 +1,19 @@
 """What people see of records that are too deep for a table: one flat row each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.cli.tables import SHORT_DIGEST, cell
 from publish.evidence import Evidence, EvidenceKind
 from publish.registry import ArtifactDescription, ArtifactSummary
+
+
+def version_rows(versions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Target versions in ``ls``; a column that no version has a value for is left out."""
+    return [
+        {name: value for name, value in row.items() if any(other[name] is not None for other in versions)}
+        for row in versions
+    ]
 
 
 def draft_row(draft: ArtifactSummary) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _MAX_LISTED = 8
 _MAX_LABEL = 32
 _DIGEST = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _INTERVAL = {"value", "low", "high"}
-_LABELS = {"nbytes": "size"}
+_LABELS = {"nbytes": "size", "mean_acceptance_length": "acceptance"}
 
 
 def tables(value: Any, title: str = "") -> Iterator[RenderableType]:

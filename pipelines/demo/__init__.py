@@ -8,5 +8,6 @@
 - ``live``         what is measured on the running engine
 - ``run``          the story, top to bottom
 - ``report``       the closing table and the picture
+- ``serve``        an earlier demo's engine, started again
 - ``build_assets`` the seeded script behind ``assets/`` (target and first draft)
 """

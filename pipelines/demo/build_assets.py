@@ -65,19 +65,11 @@ def _rollout(prompt: Prompt, ids: list[int], spec: RolloutSpec) -> Rollout:
         token_ids=tuple(ids),
         prompt_length=prompt_length,
         sampled_mask=tuple(i >= prompt_length for i in range(len(ids))),
-        loss_mask=None,
-        logprobs=(None,) * len(ids),
-        logprob_kind=None,
         version=0,
-        version_label=None,
         temperature=spec.temperature,
         top_p=1.0,
-        top_k=None,
-        reward=None,
         domain=prompt.group_id.split("-")[0],
         finish="length",
-        acceptance_length=None,
-        acceptance_rate=None,
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from features.errors import DraftlakeError
 from pipelines.demo.spec import TARGET_ASSET, HistorySpec
@@ -99,16 +100,17 @@ class MovingTarget:
         while not folder.is_dir():
             if not self._maker.is_alive() and not folder.is_dir():
                 raise DraftlakeError(
-                    f"making target version {version} ended with exit code {self._maker.exitcode}"
+                    f"target version {version} was not made: the process that makes them ended with exit code "
+                    f"{self._maker.exitcode}. Its error is above; free memory or disk, and run the demo again"
                 )
             time.sleep(0.1)
         return folder
 
 
-def _save(model: "object", folder: Path) -> Path:
+def _save(model: Any, folder: Path) -> Path:
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)  # type: ignore[attr-defined]
+    model.save_pretrained(part)
     for name in _TOKENIZER_FILES:
         shutil.copy(TARGET_ASSET / name, part / name)
     part.rename(folder)

@@ -113,19 +113,14 @@ def as_rollout(
         token_ids=(*sequence.prompt_token_ids, *sequence.token_ids),
         prompt_length=prompt_length,
         sampled_mask=(False,) * prompt_length + (True,) * sampled,
-        loss_mask=None,
         logprobs=(None,) * prompt_length + tuple(sequence.logprobs),
         logprob_kind="engine_raw",
         version=int(label) if label is not None and label.isdigit() else None,
         version_label=label,
         temperature=temperature,
         top_p=1.0,
-        top_k=None,
-        reward=None,
         domain=domain,
         finish=sequence.finish,
-        acceptance_length=None,
-        acceptance_rate=None,
     )
 
 

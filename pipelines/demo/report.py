@@ -54,7 +54,7 @@ def draw(result: DemoResult, path: Path) -> None:
     right.bar_label(bars, fmt="%.2f", padding=3)
     low, high = result.tau_gain_ci
     right.set(
-        title=f"Live swap at v{versions[-1]}: +{result.tau_gain:.2f}\n95 % interval [{low:.2f}, {high:.2f}]",
+        title=f"Live swap at v{versions[-1]}: {result.tau_gain:+.2f}\n95 % interval [{low:.2f}, {high:.2f}]",
         ylabel="acceptance length (tau)",
         ylim=(1, max(result.tau_published, result.tau_stale) * 1.15),
     )
@@ -65,7 +65,7 @@ def draw(result: DemoResult, path: Path) -> None:
 
 def print_summary(result: DemoResult, console: Console) -> None:
     """The closing table: what was measured, and where things lie."""
-    table = Table(title="The draft was repaired in the running engine", show_header=False)
+    table = Table(title="One draft, before and after a live swap", show_header=False)
     table.add_column("what")
     table.add_column("measured", overflow="fold")
     by_version = ", ".join(f"v{v} {t:.2f}" for v, t in sorted(result.tau_by_version.items()))

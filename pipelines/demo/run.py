@@ -48,6 +48,10 @@ from training.artifact import EvalReport
 from training.evaluate import paired_gain
 
 _REVIEWER = "demo"
+_SEEDS_PER_VERSION = 1000
+"""Requests of a version sample with seeds of their own: more apart than a version has requests."""
+_FRESH_SEED = 77
+"""Fresh prompts sample with one seed before and after the swap, so that the two are paired."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,6 @@ class _Story:
     tau_by_version: dict[int, float] = field(default_factory=dict)
     verified: int = 0
     quarantined: dict[str, int] = field(default_factory=dict)
-    costs: dict[str, float] = field(default_factory=dict)
 
     @property
     def lake(self) -> str:
@@ -95,14 +98,13 @@ def run_demo(spec: DemoSpec, ctx: RunContext, *, overwrite: bool = False) -> Dem
         ctx.progress.say("start vLLM with target v0 and the first draft")
         server = _server(story)
         engine = stack.enter_context(server)
-        story.costs["engine_start_seconds"] = server.start_seconds or 0.0
         _live_through_history(story, engine, target)
-        story.costs["peak_rss_bytes"] = target.peak_rss_bytes()
+        makers_peak_bytes = target.peak_rss_bytes()
         reports = _train_and_approve(story)
         result = _swap_and_measure(story, engine, reports)
     costs = {
-        "engine_start_seconds": story.costs["engine_start_seconds"],
-        "peak_rss_bytes": int(story.costs["peak_rss_bytes"]) + peak_rss_bytes(),
+        "engine_start_seconds": server.start_seconds,
+        "peak_rss_bytes": makers_peak_bytes + peak_rss_bytes(),
         "seconds": time.monotonic() - began,
     }
     return result.model_copy(update=costs)
@@ -159,14 +161,14 @@ def _live_through_history(story: _Story, engine: VllmEngine, target: MovingTarge
         seed=spec.seed,
     )
     for version in range(spec.history.last_version + 1):
-        folder = version_folder(story.targets, 0) if version == 0 else target.wait_for(version)
+        folder = target.wait_for(version)
         if version == 0:
             engine.set_target_version("0")
         else:
             move_engine(engine, folder, version)
         with recorded(engine, story.store, story.ctx.now, version=version, label="rollouts") as interval:
             rollouts = sample_rollouts(
-                engine, prompts, spec.rollouts, seed=spec.seed + 1000 * version, domain="prose"
+                engine, prompts, spec.rollouts, seed=spec.seed + _SEEDS_PER_VERSION * version, domain="prose"
             )
         story.tau_by_version[version] = interval[0].tau
         _collect(story, rollouts, folder, version, name="rollouts")
@@ -269,7 +271,12 @@ def _measure(story: _Story, engine: VllmEngine, prompts: list[Prompt], label: st
         recorded(engine, story.store, story.ctx.now, version=version, label=label),
     ):
         return measure_acceptance(
-            engine, prompts, spec.rollouts, samples=spec.fresh_samples, seed=spec.seed + 77, advance=advance
+            engine,
+            prompts,
+            spec.rollouts,
+            samples=spec.fresh_samples,
+            seed=spec.seed + _FRESH_SEED,
+            advance=advance,
         )
 
 

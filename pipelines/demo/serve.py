@@ -9,8 +9,7 @@ from pipelines.context import RunContext
 from pipelines.demo.history import version_folder
 from publish.launch import LocalServer, ServeCommand, serve_command
 from publish.registry import Registry
-
-METHOD = "eagle3"
+from training.spec import TrainSpec
 
 
 def demo_command(out: Path, *, port: int, num_speculative_tokens: int) -> ServeCommand:
@@ -20,7 +19,7 @@ def demo_command(out: Path, *, port: int, num_speculative_tokens: int) -> ServeC
         InputError: ``out`` holds no finished demo.
     """
     lake = Lake.open(str(out / "lake"))
-    head = Registry(lake.store, lake.target.target_id).channel(METHOD).head()
+    head = Registry(lake.store, lake.target.target_id).channel(TrainSpec().method.method).head()
     versions = lake.versions()
     if head is None or not versions:
         raise InputError(f"{out} holds no finished demo; run: draftlake demo --out {out}")
@@ -34,9 +33,12 @@ def demo_command(out: Path, *, port: int, num_speculative_tokens: int) -> ServeC
     )
 
 
-def serve_demo(out: Path, ctx: RunContext, *, port: int, num_speculative_tokens: int) -> None:
-    """Serve until interrupted."""
-    command = demo_command(out, port=port, num_speculative_tokens=num_speculative_tokens)
+def serve_demo(command: ServeCommand, out: Path, ctx: RunContext) -> None:
+    """Serve until interrupted; the log goes to ``out``.
+
+    Raises:
+        EngineError: the server did not start; carries the end of its log.
+    """
     ctx.progress.say(f"starting vLLM; log in {out / 'serve.log'}")
     with LocalServer(command, log_path=out / "serve.log"):
         ctx.progress.say(f"serving on {command.base_url}; Ctrl-C stops it")

@@ -99,3 +99,9 @@ class DemoResult(Document):
     seconds: float = math.nan
     peak_rss_bytes: int = 0
     """Of this process and the one that moves the target, summed; the engine's own is not in it."""
+
+    @property
+    def succeeded(self) -> bool:
+        """The published draft is better beyond chance, and the swap changed nothing else."""
+        harmless = self.greedy_equal and self.target_unchanged and self.draft_matches_artifact
+        return harmless and self.tau_gain_ci[0] > 0

@@ -8,7 +8,7 @@ a short, real gradient run that gives the next target version.
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,6 @@ class PretrainSpec:
     """Tokens per sequence."""
     learning_rate: float = 3e-3
     warmup: int = 100
-    prose_share: float = 0.0
-    """Share of sequences from the prose domain, so that the target can read both."""
 
 
 def train_tokenizer(texts: Sequence[str]) -> Any:
@@ -101,8 +99,8 @@ def held_out_loss(model: torch.nn.Module, stream: NDArray[np.int64], *, length: 
     return float(np.mean([causal_lm_loss(model, part).item() for part in spans.split(16)]))
 
 
-def pretrain(spec: PretrainSpec, streams: dict[str, NDArray[np.int64]]) -> Any:
-    """Train the target from scratch (AdamW, cosine decay) on one CPU thread."""
+def pretrain(spec: PretrainSpec, stream: NDArray[np.int64]) -> Any:
+    """Train the target from scratch (AdamW, cosine decay)."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(spec.seed)
@@ -111,14 +109,12 @@ def pretrain(spec: PretrainSpec, streams: dict[str, NDArray[np.int64]]) -> Any:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
-    prose = round(spec.batch * spec.prose_share)
     for step in range(spec.steps):
         warm = min(1.0, (step + 1) / spec.warmup)
         rate = spec.learning_rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / spec.steps)))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        parts = [("code", spec.batch - prose), ("prose", prose)]
-        ids = torch.cat([sample_batch(streams[d], rng, batch=n, length=spec.length) for d, n in parts if n])
+        ids = sample_batch(stream, rng, batch=spec.batch, length=spec.length)
         loss = causal_lm_loss(model, ids)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -138,24 +134,18 @@ def further_train(
     length: int,
     learning_rate: float,
     seed: int,
-    on_step: Callable[[int, float], None] | None = None,
-) -> float:
-    """One demo "policy update" in place: ``steps * batch * length`` tokens; returns the last loss."""
+) -> None:
+    """One demo "policy update" in place: ``steps * batch * length`` tokens."""
     rng = np.random.default_rng(seed)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    last = math.nan
-    for step in range(steps):
+    for _ in range(steps):
         loss = causal_lm_loss(model, sample_batch(stream, rng, batch=batch, length=length))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        last = loss.item()
-        if on_step:
-            on_step(step, last)
     model.eval()
-    return last
 
 
 def build_target(out: Path, spec: PretrainSpec) -> dict[str, Any]:
@@ -165,7 +155,7 @@ def build_target(out: Path, spec: PretrainSpec) -> dict[str, Any]:
     tokenizer = train_tokenizer([*splits["code"][0], *splits["prose"][0]])
     train = {d: token_stream(tokenizer, split[0]) for d, split in splits.items()}
     log.info("tokens: %s", {d: len(s) for d, s in train.items()})
-    model = pretrain(spec, train).bfloat16()
+    model = pretrain(spec, train["code"]).bfloat16()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     model = model.float()

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_outcome import Cli, objects
+from command_outcome import Cli, collect_arguments, objects
 
 import pipelines.hooks
 
@@ -87,6 +87,21 @@ def test_an_evaluation_is_filed_and_shown(
     rows = {row["digest"]: row for row in cli("registry", "ls", "--lake", lake, "--json").json}
     assert rows[shipped]["tau"] == report["overall"]
     assert rows[trained["artifact"]]["tau"] is None
+
+
+def test_parts_of_rollouts_are_counted_as_skipped_and_alone_are_refused(
+    cli: Cli, empty_lake: Path, draft: Path, rollout_file: Path, target: Path
+) -> None:
+    digest = cli("import", draft, "--lake", empty_lake, "--json").json["artifact"]
+    arguments = collect_arguments(empty_lake, rollout_file, target)
+    assert cli(*arguments, "--max-tokens", 16).code == 0
+    before = objects(empty_lake)
+    refused = cli("eval", digest, "--lake", empty_lake)
+    assert refused.code == 2
+    assert "--max-tokens 32" in refused.line
+    assert objects(empty_lake) == before
+    assert cli(*arguments, "--max-tokens", 32).code == 0
+    assert cli("eval", digest, "--lake", empty_lake, "--json").json["skipped"] == {"not_a_whole_sequence": 8}
 
 
 def test_a_gate_refuses_what_was_not_measured(cli: Cli, lake: Path, shipped: str) -> None:

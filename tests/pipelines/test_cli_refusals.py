@@ -271,6 +271,10 @@ def test_a_range_that_stops_where_it_starts(
     assert "--stop-version 4" in line
 
 
+def test_a_stop_version_without_a_first_one(refused: Callable[..., str], lake: Path, shipped: str) -> None:
+    assert "--first-version" in refused(2, "eval", shipped, "--stop-version", 1, "--lake", lake)
+
+
 @pytest.mark.parametrize(("name", "code"), [("v7", 1), ("no-such-sample", 2)])
 def test_showing_what_is_not_there(refused: Callable[..., str], lake: Path, name: str, code: int) -> None:
     assert name.removeprefix("v") in refused(code, "show", name, "--lake", lake)

@@ -1,7 +1,6 @@
 """Publish, roll back, status: the ledger says what every engine serves, whatever fails on the way."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,65 +20,10 @@ from features.schema import TargetIdentity
 from features.testing import TINY_TARGET, tiny_lake
 from pipelines import promote
 from pipelines.context import RunContext
-from publish.engines import AcceptanceCounters, EngineState
 from publish.registry import Registry
-from publish.swap import expected_fingerprint
-from publish.testing import make_report, write_artifact
-from training.artifact import DraftArtifact
+from publish.testing import FakeEngine, make_report, write_artifact
 
-OWNED = ("d2t", "fc.weight", "norm.weight")
 TARGET_ID = "tiny"
-BOOT = "boot draft"
-
-
-@dataclass
-class FakeEngine:
-    """Serves a draft from memory, fetches others from the registry, and fails where it is told to."""
-
-    name: str
-    fetch: Callable[[str], DraftArtifact]
-    serving: DraftArtifact | None = None
-    """None: the draft it was started with, which no registry knows."""
-    fail: set[str] = field(default_factory=set)
-    on_commit: Callable[[], None] = lambda: None
-    staged: str | None = None
-    replaced: list[DraftArtifact | None] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
-
-    def state(self) -> EngineState:
-        self._step("state")
-        draft = self.serving
-        return EngineState(
-            engine=self.name, vllm_version="0.32.0", method="eagle3", num_speculative_tokens=3,
-            draft_artifact=draft.digest if draft else None,
-            draft_fingerprint=str(expected_fingerprint(draft, OWNED)) if draft else BOOT,
-            draft_tensors=OWNED, target_fingerprint="target", aliased=(), owns_lm_head=False,
-            owns_embed_tokens=False, prepared=self.staged,
-        )  # fmt: skip
-
-    def prepare(self, artifact_uri: str, digest: str) -> None:
-        self._step("prepare")
-        assert artifact_uri.endswith(digest)
-        self.staged = digest
-
-    def commit(self, digest: str) -> dict[str, float]:
-        self._step("commit")
-        self.replaced.append(self.serving)
-        self.serving, self.staged = self.fetch(digest), None
-        self.on_commit()
-        return {"pause": 0.01, "load": 0.02, "total": 0.03}
-
-    def revert(self) -> None:
-        self._step("revert")
-        self.serving = self.replaced.pop()
-
-    def counters(self) -> AcceptanceCounters:
-        raise NotImplementedError
-
-    def _step(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.fail:
-            raise EngineError(f"engine {self.name}: {name} failed")
 
 
 @dataclass
@@ -174,6 +118,7 @@ def test_a_rejected_draft_reaches_no_engine(world: World, tmp_path: Path) -> Non
 
 def test_publishing_swaps_every_engine_and_then_moves_the_channel(world: World, first: str) -> None:
     assert world.serving == [first] * 3
+    assert {e.staged_from for e in world.engines.values()} == {world.registry.artifact_uri(first)}
     assert world.moves == [("publish", first)]
     assert world.status()["production"] == {"eagle3": first}
     assert [row["serves_production"] for row in world.status()["engines"]] == [True] * 3

@@ -1,17 +1,14 @@
 """All engines or none: plans, canaries, and what is put back when one fails."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from features.errors import DraftLayoutError, EngineError
-from publish.engines import AcceptanceCounters, EngineState
 from publish.swap import PublishedDraft, expected_fingerprint, plan_swap, serves, swap_draft
-from publish.testing import write_artifact
+from publish.testing import OWNED_TENSORS, FakeEngine, write_artifact
 from training.artifact import DraftArtifact, load_artifact
-
-OWNED = ("d2t", "fc.weight", "norm.weight")
 
 
 @pytest.fixture
@@ -24,71 +21,9 @@ def new(tmp_path: Path) -> DraftArtifact:
     return load_artifact(write_artifact(tmp_path / "new", seed=2))
 
 
-@dataclass
-class FakeEngine:
-    """Holds a draft in memory and fails where it is told to."""
-
-    name: str
-    artifact: DraftArtifact
-    known: dict[str, DraftArtifact]
-    fail: set[str] = field(default_factory=set)
-    target: str = "target-0"
-    calls: list[str] = field(default_factory=list)
-    staged: str | None = None
-    replaced: DraftArtifact | None = None
-
-    def state(self) -> EngineState:
-        self._step("state")
-        return EngineState(
-            engine=self.name,
-            vllm_version="0.32.0",
-            method="eagle3",
-            num_speculative_tokens=3,
-            draft_artifact=self.artifact.digest,
-            draft_fingerprint=str(expected_fingerprint(self.artifact, OWNED)),
-            draft_tensors=OWNED,
-            target_fingerprint=self.target,
-            aliased=("embed_tokens.weight",),
-            owns_lm_head=True,
-            owns_embed_tokens=False,
-            prepared=self.staged,
-        )
-
-    def prepare(self, artifact_uri: str, digest: str) -> None:
-        self._step("prepare")
-        self.staged = digest
-
-    def commit(self, digest: str) -> dict[str, float]:
-        self._step("commit")
-        if "lies" in self.fail:
-            return {"total": 0.0}
-        self.replaced, self.artifact, self.staged = self.artifact, self.known[digest], None
-        if "writes_target" in self.fail:
-            self.target = "target-1"
-        if "dies" in self.fail:
-            self.fail |= {"state", "revert", "prepare"}
-            raise EngineError(f"engine {self.name} cannot be reached")
-        if "commits_then_fails" in self.fail:
-            raise EngineError(f"engine {self.name}: verification failed")
-        return {"total": 0.01}
-
-    def revert(self) -> None:
-        self._step("revert")
-        assert self.replaced is not None
-        self.artifact, self.replaced = self.replaced, None
-
-    def counters(self) -> AcceptanceCounters:
-        raise NotImplementedError
-
-    def _step(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.fail:
-            raise EngineError(f"engine {self.name}: {name} failed")
-
-
 def fleet(old: DraftArtifact, new: DraftArtifact, **faults: set[str]) -> list[FakeEngine]:
     known = {old.digest: old, new.digest: new}
-    return [FakeEngine(name, old, known, faults.get(name, set())) for name in ("a", "b", "c")]
+    return [FakeEngine(name, known.__getitem__, old, faults.get(name, set())) for name in ("a", "b", "c")]
 
 
 def outcomes(report) -> list[str]:
@@ -101,11 +36,11 @@ def test_a_swap_reaches_every_engine_and_prepares_all_before_the_first_commit(
     engines = fleet(old, new)
     log: list[tuple[str, str]] = []
     for engine in engines:
-        engine._step = lambda name, who=engine.name: log.append((who, name))  # type: ignore[method-assign]
+        engine.on_step = lambda *step: log.append(step)
     report = swap_draft(engines, new, "uri")
     report.require_success()
     assert outcomes(report) == ["swapped"] * 3
-    assert all(engine.artifact is new for engine in engines)
+    assert all(engine.serving is new for engine in engines)
     first_commit = next(i for i, (_, step) in enumerate(log) if step == "commit")
     assert log[first_commit][0] == "a"
     assert [who for who, step in log[:first_commit] if step == "prepare"] == ["a", "b", "c"]
@@ -117,12 +52,12 @@ def test_the_artifact_is_judged_by_the_tensors_an_engine_owns(old: DraftArtifact
     assert not serves(state, new)
     assert not serves(replace(state, draft_fingerprint="0" * 64), old), "a label alone must not convince"
     assert serves(replace(state, draft_artifact=None), old), "a restarted engine may have booted with it"
-    assert expected_fingerprint(old, [*OWNED, "embed_tokens.weight"]) is None
+    assert expected_fingerprint(old, [*OWNED_TENSORS, "embed_tokens.weight"]) is None
 
 
 def test_a_plan_skips_engines_that_hold_the_draft(old: DraftArtifact, new: DraftArtifact) -> None:
     engines = fleet(old, new)
-    engines[1].artifact = new
+    engines[1].serving = new
     plan = plan_swap({engine.name: engine.state() for engine in engines}, new)
     assert plan.to_swap == ("a", "c")
     assert plan.already_current == ("b",)
@@ -132,7 +67,7 @@ def test_an_engine_that_holds_the_draft_is_neither_paused_nor_prepared(
     old: DraftArtifact, new: DraftArtifact
 ) -> None:
     engines = fleet(old, new)
-    engines[1].artifact = new
+    engines[1].serving = new
     assert outcomes(swap_draft(engines, new, "uri")) == ["swapped", "already_current", "swapped"]
     assert engines[1].calls == ["state"]
 
@@ -160,7 +95,7 @@ def test_when_one_engine_fails_all_serve_the_old_draft_again(
     assert not report.succeeded
     assert outcomes(report) == ["put_back", "put_back", "untouched"]
     assert report.unknown == ()
-    assert all(engine.artifact is old for engine in engines)
+    assert all(engine.serving is old for engine in engines)
     assert "commit" not in engines[2].calls
 
 
@@ -169,7 +104,7 @@ def test_a_dead_engine_is_named_and_the_others_go_back(old: DraftArtifact, new: 
     report = swap_draft(engines, new, "uri", PublishedDraft(old.digest, "old-uri"))
     assert outcomes(report) == ["put_back", "unknown", "untouched"]
     assert report.unknown == ("b",)
-    assert engines[0].artifact is old
+    assert engines[0].serving is old
     assert "revert failed" in report.outcomes[1].detail
     assert "prepare failed" in report.outcomes[1].detail
 
@@ -179,7 +114,7 @@ def test_an_engine_that_lost_its_copy_gets_the_published_draft_from_the_registry
 ) -> None:
     engines = fleet(old, new, a={"revert"}, b={"commit"})
     assert outcomes(swap_draft(engines, new, "uri", PublishedDraft(old.digest, "old-uri")))[0] == "put_back"
-    assert engines[0].artifact is old
+    assert engines[0].serving is old
     engines = fleet(old, new, a={"revert"}, b={"commit"})
     report = swap_draft(engines, new, "uri")
     assert report.unknown == ("a",)
@@ -194,7 +129,7 @@ def test_a_swap_that_wrote_the_target_is_never_called_a_success(
     assert report.error is not None
     assert "target of engine a changed" in report.error
     assert outcomes(report) == ["unknown", "untouched", "untouched"]
-    assert engines[0].artifact is old
+    assert engines[0].serving is old
 
 
 def test_engines_must_have_distinct_names(old: DraftArtifact, new: DraftArtifact) -> None:
