@@ -56,7 +56,11 @@ format: setup
 tiny-target: setup
 	$(BIN)/python -m pipelines.demo.build_assets
 
+# First each proof once at its full length: 8 writers x 100 commits, every crash point, 200 long histories.
 soak: setup
+	DRAFTLAKE_SOAK=1 $(BIN)/python -m pytest --quiet tests/features/test_many_writers.py \
+		tests/features/test_crash_sweep.py tests/features/test_fault_sweep.py tests/features/test_lake_machine.py \
+		tests/features/test_snapshots.py tests/features/test_snapshots_s3.py tests/features/test_catalog_scale.py
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		$(BIN)/python -m pytest --quiet -m 'not vllm' -k 'kill or crash or race or process or thread or concurrent' \

@@ -4,6 +4,7 @@ Where to go:
 
 - ``errors``      every error raised on purpose, grouped by what a handler does
 - ``schema``      value types and Arrow schemas: the words of the lake
+- ``paths``       paths of objects and urls of stores, checked and printable
 - ``storage``     the one place that talks to fsspec; ``create`` is its commit primitive
 - ``target``      what a target's directory says about its identity
 - ``checkpoint``  a Hugging Face checkpoint tensor by tensor, refused when broken; writing safetensors
@@ -13,11 +14,16 @@ Where to go:
 - ``seals``       the digest of a table's values inside its own file
 - ``windows``     a window in memory, and its checks
 - ``heads``       head snapshots: from final hidden state to logits
+- ``head_delta``  a head as its difference to a keyframe, exact to the bit; ``head_store``: which is written when
 - ``zarr_layout`` arrays as Zarr v3 shards whose rows are byte ranges; ``zarr_bfloat16`` for zarr-python
 - ``commits``     commit objects and token tables as bytes; ``documents``: the JSON ones
 - ``writer``      data first, commit last
+- ``stream_writer`` windows as they come: bounded memory, background uploads; ``stream_options``: its settings
 - ``lake``        open a lake; versions, heads, windows
 - ``catalog``     polars view of the commits: select, explain, revisions
+- ``snapshots``   many commits read as one, and the tail beside it; ``snapshot_format``: their objects as bytes
+- ``compaction``  makes snapshots, and deletes what they made superfluous
+- ``revisions``   the rows of a lake revision, present or pinned
 - ``selection``   an exact, hashed list of windows; read without polars
 - ``quarantine``  refused input, with reasons and counts
 - ``check``       a lake against its commits

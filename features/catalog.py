@@ -1,68 +1,67 @@
 """Polars view of a lake's commits: revisions, selections and what reading them would cost.
 
-The only module of ``features`` that imports polars. A selection, once made, is read without it.
+A selection, once made, is read without polars. Selecting touches few columns and makes no row:
+rows come to life when a reader looks at them.
 """
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cached_property
 
+import numpy as np
 import polars as pl
-import pyarrow as pa
+from numpy.typing import NDArray
 
 from features.commits import revision_path
-from features.errors import CorruptDataError, InputError, ObjectExistsError, PlanConflictError
+from features.errors import ObjectExistsError, PlanConflictError
 from features.lake import Lake
-from features.schema import (
-    COMMIT_SCHEMA,
-    LakeRevision,
-    ReadPlan,
-    SelectionFilter,
-    Split,
-    TargetVersion,
-    Verification,
-)
-from features.selection import Selection, make_plan, split_of
+from features.revisions import read_revision
+from features.schema import LakeRevision, ReadPlan, SelectionFilter, Split, Verification
+from features.selection import BOUNDED, RowTable, Selection, bucket_of, split_of
+from features.snapshots import revision_of
 
 __all__ = ["Catalog", "Selection", "split_of"]
 
-_READERS = 8
-_ORDER = ("target_version", "sample_id", "start", "plan_id", "window_index")
 _SAME_TOKENS = ("target_version", "sample_id", "start", "num_rows")
 _SAME_WINDOW = (*_SAME_TOKENS, "layer_ids", "dtype")
+Places = NDArray[np.int64]
+"""Row numbers of a catalog, ascending."""
 
 
 class Catalog:
     """All commit rows of one lake revision. Holds no features and never changes."""
 
     def __init__(
-        self, frame: pl.DataFrame, commit_paths: Sequence[str], heads_missing: tuple[int, ...]
+        self,
+        frame: pl.DataFrame,
+        commit_paths: Sequence[str],
+        heads_missing: tuple[int, ...],
+        hidden_fragments: int = 0,
     ) -> None:
         self.frame = frame
-        """Every commit row, columns of ``COMMIT_SCHEMA``."""
+        """Every commit row, columns of ``COMMIT_SCHEMA``, in ``CATALOG_ORDER``."""
         self.commit_paths = tuple(sorted(commit_paths))
         self.revision = revision_of(commit_paths)
         self.heads_missing = heads_missing
         """Versions with windows whose record or head snapshot is absent."""
+        self.hidden_fragments = hidden_fragments
+        """Fragments left out because retention gave them up or they are in quarantine."""
 
     @staticmethod
     def load(lake: Lake, revision: str | None = None) -> "Catalog":
         """Read the commits that are visible now, or those of a pinned revision.
 
+        However old the lake is, after maintenance this is a handful of requests: listings of
+        commits, snapshots, tombstones, versions and heads, and three reads of the newest snapshot.
+
         Raises:
-            InputError: ``revision`` is neither pinned nor the lake's present one.
+            InputError: ``revision`` is neither pinned nor the lake's present one, or retention took
+                a part of it.
             CorruptDataError: a commit is unreadable.
         """
-        paths = lake.commit_paths()
-        current = revision_of(paths)
-        if revision is not None and revision != current.digest:
-            paths = _pinned_paths(lake, revision, current)
-        with ThreadPoolExecutor(_READERS) as pool:
-            tables = list(pool.map(lambda path: _read_commit(lake, path), paths))
-        table = pa.concat_tables(tables) if tables else COMMIT_SCHEMA.empty_table()
-        frame = pl.DataFrame(pl.from_arrow(table)).sort(_ORDER)
-        return Catalog(frame, paths, _check_versions(lake, frame))
+        found = read_revision(lake, revision)
+        return Catalog(found.frame, found.commit_paths, found.heads_missing, found.hidden_fragments)
 
     def pin(self, lake: Lake) -> LakeRevision:
         """Write down which commits make this revision, so that it can be read again when more have come."""
@@ -80,20 +79,22 @@ class Catalog:
             PlanConflictError: two fragments hold one sample's span with different tokens, or one
                 sample in two groups.
         """
-        frame = self.frame.filter(_condition(wanted))
-        _require_one_group(frame)
+        mask = self.frame.select(self._condition(wanted).alias("wanted"))["wanted"].to_numpy()
+        places = np.flatnonzero(mask)
+        if self._in_two_groups:
+            _require_one_group(self.frame[places])
         if wanted.split is not Split.ALL:
-            groups = frame["group_id"].unique().to_list()
-            kept = [g for g in groups if split_of(g, wanted.held_out_percent) is wanted.split]
-            frame = frame.filter(pl.col("group_id").is_in(kept))
-        distinct = self._distinct(frame)
-        duplicates = frame.height - distinct.height
-        if wanted.max_windows is not None:
-            distinct = _first_by_digest(distinct, wanted.max_windows)
-        rows = distinct.to_dicts()
-        return Selection(
-            wanted, self.revision, rows, make_plan(rows, self.heads_missing), self.summary(), duplicates
-        )
+            held_out = self._buckets[places] < wanted.held_out_percent
+            places = places[held_out if wanted.split is Split.HELD_OUT else ~held_out]
+        found = len(places)
+        if self._repeated:
+            places = _distinct(self.frame, places)
+        duplicates = found - len(places)
+        if wanted.max_windows is not None and wanted.max_windows < len(places):
+            order = np.argsort(self._ranks[places], kind="stable")
+            places = np.sort(places[order[: wanted.max_windows]])
+        rows = RowTable(lambda: self.frame[places].to_arrow(), len(places))
+        return Selection(wanted, self.revision, rows, self._plan(places), self.summary(), duplicates)
 
     def explain(self, wanted: SelectionFilter) -> ReadPlan:
         """What a selection would read, before a byte of hidden state moves."""
@@ -101,29 +102,130 @@ class Catalog:
 
     def summary(self) -> str:
         """What the revision holds, in words."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> str:
         if not self.frame.height:
             return "no window at all"
-        versions = self.frame["target_version"].unique().sort().to_list()
         domains = sorted(str(domain) for domain in self.frame["domain"].unique().to_list())
         return (
             f"{self.frame.height:,} windows of {self.frame['group_id'].n_unique():,} groups, "
-            f"versions {_shortened(versions)}, domains {_shortened(domains)}"
+            f"versions {_shortened(self._versions)}, domains {_shortened(domains)}"
         )
 
-    def _distinct(self, frame: pl.DataFrame) -> pl.DataFrame:
-        contents = frame.group_by(_SAME_TOKENS).agg(
-            pl.col("crc32c_tokens").n_unique().alias("contents"), pl.col("plan_id").unique().sort()
+    @cached_property
+    def _versions(self) -> list[int]:
+        return list(self.frame["target_version"].unique().sort().to_list())
+
+    @cached_property
+    def _buckets(self) -> NDArray[np.uint8]:
+        """Percentile of each row's group in the split: below the share held out, it is held out."""
+        groups = self.frame["group_id"].unique()
+        buckets = pl.Series("bucket", [bucket_of(group) for group in groups], pl.UInt8)
+        table = pl.DataFrame({"group_id": groups, "bucket": buckets})
+        joined = self.frame.select("group_id").join(table, on="group_id", how="left", maintain_order="left")
+        return joined["bucket"].to_numpy()
+
+    @cached_property
+    def _ranks(self) -> NDArray[np.uint64]:
+        """The start of each row's sample's digest: an order that has nothing to do with the data."""
+        digests = [hashlib.blake2b(s.encode(), digest_size=16).digest()[:8] for s in self.frame["sample_id"]]
+        return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
+
+    @cached_property
+    def _fragments(self) -> NDArray[np.uint32]:
+        """A small number for each row's fragment."""
+        return self.frame["data_prefix"].cast(pl.Categorical).to_physical().to_numpy()
+
+    @cached_property
+    def _in_two_groups(self) -> bool:
+        other_group = pl.col("group_id") != pl.col("group_id").shift()
+        return bool(
+            self.frame.select((_same_as_before("target_version", "sample_id") & other_group).any()).item()
         )
-        clash = contents.filter(pl.col("contents") > 1).sort("target_version", "sample_id", "start")
-        if clash.height:
-            first = clash.row(0, named=True)
-            raise PlanConflictError(
-                f"sample {first['sample_id']!r} of v{first['target_version']:09d} at position "
-                f"{first['start']} is stored with different tokens by plans {', '.join(first['plan_id'])} "
-                f"({clash.height} such windows). A sample id names one rollout: collect it under its own "
-                f"id, and narrow the selection to leave this version out."
-            )
-        return frame.unique(subset=_SAME_WINDOW, keep="first", maintain_order=True)
+
+    @cached_property
+    def _repeated(self) -> bool:
+        """Whether any sample has two windows with one start; rows are sorted, so they are neighbours."""
+        same = _same_as_before("target_version", "sample_id", "start")
+        return bool(self.frame.select(same.any()).item())
+
+    def _plan(self, places: Places) -> ReadPlan:
+        versions = tuple(int(v) for v in _sorted_unique(self.frame["target_version"].to_numpy()[places]))
+        fragments = _num_distinct(self._fragments[places])
+        return ReadPlan(
+            windows=len(places),
+            tokens=int(self.frame["num_rows"].to_numpy()[places].sum(dtype=np.int64)),
+            nbytes=int(self.frame["nbytes"].to_numpy()[places].sum()),
+            versions=versions,
+            heads_missing=tuple(v for v in versions if v in self.heads_missing),
+            heads_present=tuple(v for v in versions if v not in self.heads_missing),
+            fragments=fragments,
+            requests=2 * len(places) + 3 * fragments,
+        )
+
+    def _condition(self, wanted: SelectionFilter) -> pl.Expr:
+        first = wanted.versions.first
+        if wanted.newest_versions is not None and self._versions:
+            first = max(first, self._versions[-wanted.newest_versions :][0])
+        condition = pl.col("target_version") >= first
+        if wanted.versions.stop is not None:
+            condition &= pl.col("target_version") < wanted.versions.stop
+        listed = {
+            "domain": wanted.domains, "sample_id": wanted.samples, "group_id": wanted.groups,
+            "writer_id": wanted.writers,
+        }  # fmt: skip
+        for column, values in listed.items():
+            if values:
+                condition &= pl.col(column).is_in(list(values)).fill_null(False)
+        for name, column in BOUNDED.items():
+            low, high = getattr(wanted, f"min_{name}"), getattr(wanted, f"max_{name}")
+            if low is not None:
+                condition &= (pl.col(column) >= low).fill_null(False)
+            if high is not None:
+                condition &= (pl.col(column) <= high).fill_null(False)
+        if wanted.verified_only:
+            condition &= pl.col("verification") == Verification.VERIFIED.value
+        if wanted.whole_sequences_only:
+            condition &= (pl.col("start") == 0) & (pl.col("num_rows") == pl.col("sequence_length"))
+        return condition
+
+
+def _same_as_before(*columns: str) -> pl.Expr:
+    same = [(pl.col(name) == pl.col(name).shift()).fill_null(False) for name in columns]
+    return pl.all_horizontal(same)
+
+
+def _sorted_unique(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Distinct values of a sorted array."""
+    return values[np.flatnonzero(np.diff(values, prepend=-1))]
+
+
+def _num_distinct(codes: NDArray[np.uint32]) -> int:
+    """How many small numbers there are, without sorting them."""
+    seen = np.zeros(int(codes.max(initial=0)) + 1, np.bool_)
+    seen[codes] = True
+    return int(np.count_nonzero(seen)) if len(codes) else 0
+
+
+def _distinct(frame: pl.DataFrame, places: Places) -> Places:
+    """Places of distinct windows; the first of several with equal tokens."""
+    columns = [*_SAME_WINDOW, "crc32c_tokens", "plan_id"]
+    found = frame.select(columns)[places].with_columns(pl.Series("place", places))
+    contents = found.group_by(_SAME_TOKENS).agg(
+        pl.col("crc32c_tokens").n_unique().alias("contents"), pl.col("plan_id").unique().sort()
+    )
+    clash = contents.filter(pl.col("contents") > 1).sort("target_version", "sample_id", "start")
+    if clash.height:
+        first = clash.row(0, named=True)
+        raise PlanConflictError(
+            f"sample {first['sample_id']!r} of v{first['target_version']:09d} at position "
+            f"{first['start']} is stored with different tokens by plans {', '.join(first['plan_id'])} "
+            f"({clash.height} such windows). A sample id names one rollout: collect it under its own "
+            f"id, and narrow the selection to leave this version out."
+        )
+    return found.unique(subset=_SAME_WINDOW, keep="first", maintain_order=True)["place"].to_numpy()
 
 
 def _require_one_group(frame: pl.DataFrame) -> None:
@@ -138,66 +240,6 @@ def _require_one_group(frame: pl.DataFrame) -> None:
             f"held out at once. A sample belongs to one prompt's group: collect it under one group id, and narrow "
             f"the selection to leave this version out."
         )
-
-
-def revision_of(commit_paths: Sequence[str]) -> LakeRevision:
-    """The revision that a set of commits makes: SHA-256 over their sorted paths."""
-    body = "\n".join(sorted(commit_paths)).encode()
-    return LakeRevision(hashlib.sha256(body).hexdigest(), len(commit_paths))
-
-
-def _pinned_paths(lake: Lake, revision: str, current: LakeRevision) -> list[str]:
-    try:
-        paths = lake.store.read(revision_path(revision)).decode().splitlines()
-    except FileNotFoundError as error:
-        raise InputError(
-            f"lake revision {revision} was never pinned, and {lake.url} has moved on to {current.digest} with "
-            f"{current.num_fragments} fragments. Name a revision that a training run recorded, or select again."
-        ) from error
-    if revision_of(paths).digest != revision:
-        raise CorruptDataError(
-            f"{lake.url}/{revision_path(revision)} does not list the commits it is named by"
-        )
-    return paths
-
-
-def _read_commit(lake: Lake, path: str) -> pa.Table:
-    try:
-        return lake.read_commit(path)
-    except FileNotFoundError as error:
-        raise CorruptDataError(
-            f"{lake.url}/{path} vanished while the catalog was read; load it again, and if that persists "
-            f"check the lake"
-        ) from error
-
-
-def _check_versions(lake: Lake, frame: pl.DataFrame) -> tuple[int, ...]:
-    """Versions whose record or head is absent; a version with another head than its windows is refused."""
-    registered = {record.version.number for record in lake.versions()}
-    pairs = frame.select("target_version", "head_id").unique().sort("target_version", "head_id").rows()
-    for number, head_id in pairs:
-        if number in registered:
-            lake.check_version(TargetVersion(number), head_id, where=f"a fragment in {lake.url}")
-    return tuple(v for v, head in pairs if v not in registered or not lake.has_head(head))
-
-
-def _condition(wanted: SelectionFilter) -> pl.Expr:
-    condition = pl.col("target_version") >= wanted.versions.first
-    if wanted.versions.stop is not None:
-        condition &= pl.col("target_version") < wanted.versions.stop
-    if wanted.domains:
-        condition &= pl.col("domain").is_in(list(wanted.domains)).fill_null(False)
-    if wanted.verified_only:
-        condition &= pl.col("verification") == Verification.VERIFIED.value
-    if wanted.whole_sequences_only:
-        condition &= (pl.col("start") == 0) & (pl.col("num_rows") == pl.col("sequence_length"))
-    return condition
-
-
-def _first_by_digest(frame: pl.DataFrame, count: int) -> pl.DataFrame:
-    digests = [hashlib.blake2b(sample.encode(), digest_size=16).hexdigest() for sample in frame["sample_id"]]
-    ranked = frame.with_columns(pl.Series("rank", digests, pl.String)).sort("rank", *_ORDER)
-    return ranked.head(count).drop("rank").sort(_ORDER)
 
 
 def _shortened(values: Sequence[object], limit: int = 12) -> str:

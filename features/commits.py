@@ -131,10 +131,18 @@ def decode_commit(raw: bytes, *, where: str) -> pa.Table:
             f"{where} was written in format {newest} and this program reads up to {FORMAT_VERSION}. "
             f"Upgrade draftlake to read this lake."
         )
-    absent = [f.name for f in COMMIT_SCHEMA if f.name not in table.column_names and not f.nullable]
-    if absent:
-        raise CorruptDataError(f"{where} lacks the columns {', '.join(absent)}: it is no commit of this lake")
+    _require_columns(table, where)
     check_seal(table, where=where)
+    return as_commit_rows(table, where=where)
+
+
+def as_commit_rows(table: pa.Table, *, where: str) -> pa.Table:
+    """A table that was read as ``COMMIT_SCHEMA``: unknown columns left out, nullable ones that it lacks null.
+
+    Raises:
+        CorruptDataError: it lacks columns or values, or has them in another type.
+    """
+    _require_columns(table, where)
     empty = [f.name for f in COMMIT_SCHEMA if not f.nullable and table[f.name].null_count]
     if empty:
         raise CorruptDataError(f"{where} has no value in some rows of {', '.join(empty)}: it is no commit")
@@ -148,6 +156,12 @@ def decode_commit(raw: bytes, *, where: str) -> pa.Table:
     except pa.ArrowException as error:
         raise CorruptDataError(f"{where} has a column of another type ({error}): it is no commit") from error
     return pa.Table.from_arrays(columns, schema=COMMIT_SCHEMA)
+
+
+def _require_columns(table: pa.Table, where: str) -> None:
+    absent = [f.name for f in COMMIT_SCHEMA if f.name not in table.column_names and not f.nullable]
+    if absent:
+        raise CorruptDataError(f"{where} lacks the columns {', '.join(absent)}: it is no commit of this lake")
 
 
 def check_commit(table: pa.Table, name: CommitName, target_id: str, *, where: str) -> None:

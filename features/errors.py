@@ -15,6 +15,7 @@ Grouped by what a handler does::
     |   +-- CorruptDataError
     |   +-- ProofFailedError
     +-- ObjectExistsError       a create-only write met an existing object
+    +-- StreamClosedError       a stream writer was stopped and takes nothing more  (exit 1)
     +-- DraftLayoutError        a draft does not fit where it is to be used         (exit 1)
     +-- TrainingFailedError     a training run gave nothing usable                  (exit 1)
     +-- EngineError             an engine refused, failed or cannot be reached      (exit 1)
@@ -91,6 +92,10 @@ class ObjectExistsError(DraftlakeError):
     def __init__(self, path: str) -> None:
         self.path = path
         super().__init__(f"{path!r} exists already; objects are created once and never overwritten")
+
+
+class StreamClosedError(DraftlakeError):
+    """A stream writer was stopped or closed and takes no more windows."""
 
 
 class DraftLayoutError(DraftlakeError):

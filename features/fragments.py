@@ -1,20 +1,28 @@
-"""Read the objects of a fragment: ranged, checked against the commit's row, never filled in."""
+"""Read the objects of a fragment: ranged, checked against the commit's row, never filled in.
+
+``Fragments`` reads one window after the other. The functions beneath it are what every other
+reader is built from, so that all of them check the same and give the same windows.
+"""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from features.commits import TokenRow, TokenTable, decode_tokens
-from features.errors import CorruptDataError
-from features.schema import NO_TOKEN, FeatureDtype
+from features.commits import CODEC, TokenRow, TokenTable, decode_tokens, window_meta
+from features.errors import CorruptDataError, LakeContractError
+from features.schema import FORMAT_VERSION, NO_TOKEN, FeatureDtype, FragmentLayout
 from features.storage import Store
+from features.windows import Window, check_window
 from features.zarr_layout import SHARD_KEY, crc32c
 
 TOKENS_FILE = "tokens.arrow"
+
+Opener = Callable[[str], Callable[[int, memoryview], None]]
+"""Like ``Store.opened``."""
 
 _CACHED_TABLES = 256
 
@@ -28,28 +36,12 @@ class Fragments:
         self._lock = threading.Lock()
 
     def table(self, data_prefix: str) -> TokenTable:
-        """A fragment's token table, with both shard objects' lengths checked against it.
-
-        Raises:
-            CorruptDataError: an object of the fragment is absent or has another length.
-        """
+        """A fragment's token table, as :func:`read_table`, read once and kept."""
         with self._lock:
             if data_prefix in self._tables:
                 self._tables.move_to_end(data_prefix)
                 return self._tables[data_prefix]
-        path = f"{data_prefix}/{TOKENS_FILE}"
-        try:
-            table = decode_tokens(self.store.read(path), where=f"{self.store.url}/{path}")
-            for array, expected in table.shard_bytes.items():
-                path = f"{data_prefix}/{array}/{SHARD_KEY}"
-                found = self.store.size(path)
-                if found != expected:
-                    raise CorruptDataError(
-                        f"{self.store.url}/{path} has {found:,} bytes, expected {expected:,}. "
-                        f"Restore it from a copy, or collect the fragment again."
-                    )
-        except FileNotFoundError as error:
-            raise _absent(self.store.url, path) from error
+        table = read_table(self.store, data_prefix)
         with self._lock:
             self._tables[data_prefix] = table
             while len(self._tables) > _CACHED_TABLES:
@@ -62,37 +54,152 @@ class Fragments:
         Raises:
             CorruptDataError: an object is absent or cut, or the tokens are not those of ``row``.
         """
-        table, index = self.table(row["data_prefix"]), int(row["window_index"])
-        tokens = table.rows[index] if 0 <= index < len(table.rows) else None
-        if (
-            tokens is None
-            or tokens.crc32c != row["crc32c_tokens"]
-            or tokens.start != row["start"]
-            or len(tokens.token_ids) != row["num_rows"] + 1
-            or (tokens.token_ids[-1] == NO_TOKEN)
-            != (row["start"] + row["num_rows"] == row["sequence_length"])
-        ):
-            raise _checksum_error(f"{self.store.url}/{row['data_prefix']}/{TOKENS_FILE}", row)
-        return tokens
+        return tokens_of(self.table(row["data_prefix"]), row, url=self.store.url)
 
-    def rows(self, row: Mapping[str, Any], array: str, width: int, dtype: FeatureDtype) -> NDArray[Any]:
+    def rows(self, row: Mapping[str, Any], array: str) -> NDArray[Any]:
         """``aux`` or ``final`` rows of the window of a commit row, ``[num_rows, width]``, writable.
 
         Raises:
             CorruptDataError: the object is absent or too short, or the checksum differs.
         """
-        path = f"{row['data_prefix']}/{array}/{SHARD_KEY}"
-        row_bytes = width * dtype.itemsize
-        start = row["row_offset"] * row_bytes
-        try:
-            data = self.store.read_range(path, start, start + row["num_rows"] * row_bytes)
-        except FileNotFoundError as error:
-            raise _absent(self.store.url, path) from error
-        if crc32c(data) != row[f"crc32c_{array}"]:
-            raise _checksum_error(f"{self.store.url}/{path}", row)
-        little = np.dtype(dtype.numpy_name).newbyteorder("<")
-        # A copy: callers hand these arrays to libraries that refuse read-only memory.
-        return np.frombuffer(data, little).reshape(row["num_rows"], width).astype(dtype.numpy_name)
+        start, stop = byte_range(row, array)
+        data = np.empty(stop - start, np.uint8)
+        land(self.store.opened, shard_path(row["data_prefix"], array), start, data, url=self.store.url)
+        check_rows(data, row, array, url=self.store.url)
+        return rows_of(data, row, array)
+
+
+def read_table(store: Store, data_prefix: str) -> TokenTable:
+    """A fragment's token table, with both shard objects' lengths checked against it.
+
+    Raises:
+        CorruptDataError: an object of the fragment is absent or has another length.
+    """
+    path = f"{data_prefix}/{TOKENS_FILE}"
+    try:
+        table = decode_tokens(store.read(path), where=f"{store.url}/{path}")
+        for array, expected in table.shard_bytes.items():
+            path = shard_path(data_prefix, array)
+            found = store.size(path)
+            if found != expected:
+                raise CorruptDataError(
+                    f"{store.url}/{path} has {found:,} bytes, expected {expected:,}. "
+                    f"Restore it from a copy, or collect the fragment again."
+                )
+    except FileNotFoundError as error:
+        raise _absent(store.url, path) from error
+    return table
+
+
+def tokens_of(table: TokenTable, row: Mapping[str, Any], *, url: str) -> TokenRow:
+    """Tokens and masks of the window of a commit row.
+
+    Raises:
+        CorruptDataError: the table's tokens are not those of ``row``.
+    """
+    index = int(row["window_index"])
+    tokens = table.rows[index] if 0 <= index < len(table.rows) else None
+    if (
+        tokens is None
+        or tokens.crc32c != row["crc32c_tokens"]
+        or tokens.start != row["start"]
+        or len(tokens.token_ids) != row["num_rows"] + 1
+        or (tokens.token_ids[-1] == NO_TOKEN) != (row["start"] + row["num_rows"] == row["sequence_length"])
+    ):
+        raise _checksum_error(f"{url}/{row['data_prefix']}/{TOKENS_FILE}", row)
+    return tokens
+
+
+def layout_of(row: Mapping[str, Any]) -> FragmentLayout:
+    """Layer ids, dtype and hidden size of a commit row's fragment.
+
+    Raises:
+        LakeContractError: it is in a form this program does not know.
+    """
+    if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
+        raise LakeContractError(
+            f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
+            f"{row['codec']!r}; this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade "
+            f"draftlake."
+        )
+    return FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
+
+
+def shard_path(data_prefix: str, array: str) -> str:
+    """Where the shard object of an array is."""
+    return f"{data_prefix}/{array}/{SHARD_KEY}"
+
+
+def row_bytes(row: Mapping[str, Any], array: str) -> int:
+    """Bytes of one row of ``aux`` or ``final`` in a commit row's fragment."""
+    layers = len(row["layer_ids"]) if array == "aux" else 1
+    return int(layers * row["hidden_size"] * FeatureDtype(row["dtype"]).itemsize)
+
+
+def byte_range(row: Mapping[str, Any], array: str) -> tuple[int, int]:
+    """Bytes ``[start, stop)`` of a commit row's window in the shard object of an array."""
+    size = row_bytes(row, array)
+    return row["row_offset"] * size, (row["row_offset"] + row["num_rows"]) * size
+
+
+def land(opened: Opener, path: str, start: int, into: NDArray[np.uint8], *, url: str) -> None:
+    """Fill ``into`` with bytes of a shard object that a commit names; ``opened`` as ``Store.opened``.
+
+    Raises:
+        CorruptDataError: the object is absent or too short.
+    """
+    try:
+        opened(path)(start, into.data)
+    except FileNotFoundError as error:
+        raise _absent(url, path) from error
+
+
+def check_rows(data: NDArray[np.uint8], row: Mapping[str, Any], array: str, *, url: str) -> None:
+    """Refuse bytes that are not the ones a commit row was written with.
+
+    Raises:
+        CorruptDataError: the checksum differs.
+    """
+    if crc32c(data) != row[f"crc32c_{array}"]:
+        raise _checksum_error(f"{url}/{shard_path(row['data_prefix'], array)}", row)
+
+
+def rows_of(data: NDArray[np.uint8], row: Mapping[str, Any], array: str) -> NDArray[Any]:
+    """Stored bytes as ``[num_rows, width]``; shares memory with ``data``."""
+    kind = np.dtype(FeatureDtype(row["dtype"]).numpy_name)
+    width = row_bytes(row, array) // kind.itemsize
+    stored = data.view(kind.newbyteorder("<")).reshape(row["num_rows"], width)
+    return stored.astype(kind, copy=False)
+
+
+def assemble(
+    row: Mapping[str, Any],
+    tokens: TokenRow,
+    aux: NDArray[Any],
+    final: NDArray[Any],
+    *,
+    vocab_size: int | None,
+) -> Window:
+    """The window of a commit row from its parts; token arrays are copied, features are not.
+
+    ``vocab_size`` is None when this very row and tokens were put together and checked before.
+
+    Raises:
+        LakeContractError: the row was written in an unknown form, or does not describe this window.
+    """
+    window = Window(
+        meta=window_meta(row),
+        layout=layout_of(row),
+        token_ids=tokens.token_ids.copy(),
+        sampled_mask=tokens.sampled_mask.copy(),
+        loss_mask=None if tokens.loss_mask is None else tokens.loss_mask.copy(),
+        logprobs=tokens.logprobs.copy(),
+        aux=aux,
+        final=final,
+    )
+    if vocab_size is not None:
+        check_window(window, vocab_size=vocab_size)
+    return window
 
 
 def _absent(url: str, path: str) -> CorruptDataError:

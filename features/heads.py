@@ -85,6 +85,12 @@ class HeadSnapshot:
         return self.lm_head if self.embed_tokens is None else self.embed_tokens
 
     @property
+    def nbytes(self) -> int:
+        """Length of the values: matrices and bias."""
+        arrays = (self.lm_head, self.embed_tokens, self.bias)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
     def head_id(self) -> HeadId:
         """Digest of the decoded values: a tied and an equal untied embedding give one id."""
         parts = {name: tensor.digest for name, tensor in self._tensors().items()}
@@ -134,8 +140,21 @@ class HeadSnapshot:
 
     def to_bytes(self) -> bytes:
         """The snapshot as one safetensors file; equal snapshots give equal bytes."""
-        metadata = {name: _hex(getattr(self, name)) for name in _METADATA_FIELDS}
-        return write_safetensors(self._tensors(), metadata)
+        return write_safetensors(self._tensors(), self.metadata())
+
+    def metadata(self) -> dict[str, str]:
+        """The numbers that are no tensor, in the one spelling they are stored in."""
+        return {name: _hex(getattr(self, name)) for name in _METADATA_FIELDS}
+
+    @staticmethod
+    def from_parts(metadata: Mapping[str, str], **tensors: Any) -> "HeadSnapshot":
+        """A snapshot of decoded tensors (fields of this class) and the numbers of :meth:`metadata`."""
+        scale, softcap = (metadata[name] for name in _METADATA_FIELDS)
+        return HeadSnapshot(
+            logit_scale=float.fromhex(scale),
+            softcap=None if softcap == "none" else float.fromhex(softcap),
+            **tensors,
+        )
 
     @staticmethod
     def from_bytes(raw: bytes) -> "HeadSnapshot":
@@ -149,13 +168,12 @@ class HeadSnapshot:
             metadata = _metadata(raw)
             dtype = _dtype_of(tensors["lm_head"]["dtype"])
             bias = tensors.get("bias")
-            return HeadSnapshot(
+            return HeadSnapshot.from_parts(
+                metadata,
                 lm_head=_as_array(tensors["lm_head"], dtype),
                 dtype=dtype,
                 embed_tokens=_as_array(tensors["embed_tokens"], dtype) if "embed_tokens" in tensors else None,
                 bias=np.frombuffer(bias["data"], "<f4").copy() if bias is not None else None,
-                logit_scale=float.fromhex(metadata["logit_scale"]),
-                softcap=None if metadata["softcap"] == "none" else float.fromhex(metadata["softcap"]),
             )
         except (SafetensorError, ValueError, KeyError, LakeContractError) as error:
             raise CorruptDataError(

@@ -14,14 +14,12 @@ from typing import Any
 import pyarrow as pa
 
 from features.commits import (
-    CODEC,
     CommitName,
     TokenRow,
     TokenTable,
     check_commit,
     decode_commit,
     revision_path,
-    window_meta,
 )
 from features.digests import canonical_json
 from features.documents import (
@@ -35,27 +33,25 @@ from features.documents import (
 from features.errors import (
     CorruptDataError,
     HeadMissingError,
-    LakeContractError,
     LakeNotFoundError,
     ObjectExistsError,
     TargetMismatchError,
     UnknownVersionError,
     VersionConflictError,
 )
-from features.fragments import Fragments
+from features.fragments import Fragments, assemble, layout_of
+from features.head_store import DEFAULT_DELTA, DeltaPolicy, HeadSize, HeadStore
 from features.heads import HeadSnapshot
 from features.schema import (
-    FORMAT_VERSION,
-    FeatureDtype,
-    FragmentLayout,
     HeadId,
     TargetIdentity,
     TargetVersion,
     VersionRecord,
 )
+from features.snapshots import Snapshots, commit_paths
 from features.storage import Store
 from features.target import config_digest, stable_config
-from features.windows import Window, check_window
+from features.windows import Window
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +68,9 @@ class Lake:
         self.store = store
         self.target = target
         self._records: dict[TargetVersion, VersionRecord] = {}
+        self.snapshots = Snapshots(store, target.target_id)
         self._fragments = Fragments(store)
+        self._heads = HeadStore(store, target)
 
     @staticmethod
     def init(url: str, target: TargetIdentity, **storage_options: Any) -> "Lake":
@@ -149,64 +147,36 @@ class Lake:
             raise CorruptDataError(f"{self.url}/{path} was altered; remove it and run draftlake init again")
         return dict(config)
 
-    def put_head(self, head: HeadSnapshot) -> HeadId:
+    def put_head(self, head: HeadSnapshot, *, delta: DeltaPolicy = DEFAULT_DELTA) -> HeadId:
         """Store a head snapshot under its digest; storing it again changes nothing.
+
+        A head near that of the newest version is stored as a delta, as ``delta`` allows.
 
         Raises:
             TargetMismatchError: its shape is not that of this lake's target.
         """
-        shape, expected = head.lm_head.shape, (self.target.vocab_size, self.target.hidden_size)
-        if shape != expected or head.embedding.shape != expected:
-            raise TargetMismatchError(
-                f"a head of shape {shape} with embedding {head.embedding.shape} does not fit target "
-                f"{self.target.target_id!r} of {self.url}: expected {expected}. Use the checkpoint of that "
-                f"target."
-            )
-        head_id = head.head_id
-        path = head_path(head_id)
-        # Asked first: a head is large, and collectors offer the same one again and again.
-        if not self.store.exists(path):
-            try:
-                self.store.create(path, head.to_bytes())
-            except ObjectExistsError:
-                log.debug("head %s was stored by another writer meanwhile", head_id)
-        return head_id
+        return self._heads.put(head, delta, self._newest_head)
 
     def has_head(self, head_id: HeadId) -> bool:
         """Whether the snapshot is stored, without reading it."""
-        return self.store.exists(head_path(head_id))
+        return self._heads.has(head_id)
 
     def head(self, head_id: HeadId) -> HeadSnapshot:
         """Read a head snapshot and check that its values have the digest it is named by.
 
         Raises:
-            HeadMissingError: it is not in the lake.
+            HeadMissingError: it, or what it is a delta to, is not in the lake.
             CorruptDataError: the stored bytes are cut or changed.
         """
-        path = head_path(head_id)
-        try:
-            raw = self.store.read(path)
-        except FileNotFoundError as error:
-            raise HeadMissingError(
-                f"head snapshot {head_id} is not in the lake: expected {self.url}/{path}. "
-                f"Put the head of that version again from its checkpoint, or narrow the selection."
-            ) from error
-        try:
-            snapshot = HeadSnapshot.from_bytes(raw)
-        except CorruptDataError as error:
-            raise CorruptDataError(f"{self.url}/{path}: {error}") from error
-        if snapshot.head_id != head_id:
-            raise CorruptDataError(
-                f"{self.url}/{path} decodes to head {snapshot.head_id}: its values changed after it was "
-                f"written. Restore the blob from a copy."
-            )
-        expected = (self.target.vocab_size, self.target.hidden_size)
-        if snapshot.lm_head.shape != expected:
-            raise CorruptDataError(
-                f"{self.url}/{path} is a head of shape {snapshot.lm_head.shape}, this lake's target has "
-                f"{expected}: it was copied from another lake. Remove it and put the head of this target."
-            )
-        return snapshot
+        return self._heads.read(head_id)
+
+    def head_base(self, head_id: HeadId) -> HeadId | None:
+        """The head whose blob this one's is a delta to; None when it is stored in full."""
+        return self._heads.keyframe_of(head_id)
+
+    def head_sizes(self) -> tuple[HeadSize, ...]:
+        """What the heads of the registered versions cost, in order of their first version."""
+        return self._heads.sizes(self.versions())
 
     def register_version(self, record: VersionRecord) -> VersionRecord:
         """Make a target version known; registering the same record again is fine.
@@ -279,11 +249,7 @@ class Lake:
 
     def commit_paths(self) -> list[str]:
         """Paths of the visible commits, sorted: of each version and plan the lowest attempt, fences aside."""
-        names = [name for name in map(CommitName.parse, self.store.list("commits")) if name is not None]
-        attempts: dict[tuple[int, str], list[CommitName]] = {}
-        for name in sorted(names):
-            attempts.setdefault((name.version, name.plan_id), []).append(name)
-        return sorted(self._first_commit(candidates).path for candidates in attempts.values())
+        return commit_paths(self)
 
     def read_commit(self, path: str) -> pa.Table:
         """A commit's rows, ``COMMIT_SCHEMA``; none when it is a fence.
@@ -325,28 +291,23 @@ class Lake:
             LakeContractError: the row was written in a form this program does not know, or does
                 not describe this window.
         """
+        self.check_row(row)
+        tokens = self.read_tokens(row)
+        aux, final = self._fragments.rows(row, "aux"), self._fragments.rows(row, "final")
+        return assemble(row, tokens, aux, final, vocab_size=self.target.vocab_size)
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Refuse a commit row whose window cannot be read from this lake, before any of its bytes is.
+
+        Raises:
+            VersionConflictError: its version is registered with another head.
+            LakeContractError: it was written in a form this program does not know.
+            CorruptDataError: it is of another target.
+        """
         where = f"sample {row['sample_id']!r} in {row['data_prefix']}"
         self.check_version(TargetVersion(row["target_version"]), row["head_id"], where=where)
-        if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
-            raise LakeContractError(
-                f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
-                f"{row['codec']!r}; this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade "
-                f"draftlake."
-            )
-        layout = FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
-        tokens = self.read_tokens(row)
-        window = Window(
-            meta=window_meta(row),
-            layout=layout,
-            token_ids=tokens.token_ids.copy(),
-            sampled_mask=tokens.sampled_mask.copy(),
-            loss_mask=None if tokens.loss_mask is None else tokens.loss_mask.copy(),
-            logprobs=tokens.logprobs.copy(),
-            aux=self._fragments.rows(row, "aux", layout.aux_width, layout.dtype),
-            final=self._fragments.rows(row, "final", layout.hidden_size, layout.dtype),
-        )
-        check_window(window, vocab_size=self.target.vocab_size)
-        return window
+        layout_of(row)
+        self._check_target(row)
 
     def fragment_tokens(self, data_prefix: str) -> TokenTable:
         """A fragment's token table, with both shard objects' lengths checked against it.
@@ -362,24 +323,19 @@ class Lake:
         Raises:
             CorruptDataError: an object is absent or cut, or the tokens are not those of ``row``.
         """
+        self._check_target(row)
+        return self._fragments.tokens(row)
+
+    def _check_target(self, row: Mapping[str, Any]) -> None:
         if row["target_id"] != self.target.target_id:
             raise CorruptDataError(
                 f"sample {row['sample_id']!r} is of target {row['target_id']!r}, {self.url} holds "
                 f"{self.target.target_id!r}. Read it from the lake it was selected in."
             )
-        return self._fragments.tokens(row)
 
-    def _first_commit(self, candidates: list[CommitName]) -> CommitName:
-        # Several attempts are rare: only then is a fence told from a commit by reading it.
-        for name in candidates if len(candidates) > 1 else ():
-            if self.read_commit(name.path).num_rows:
-                return name
-        return candidates[0]
-
-
-def head_path(head_id: HeadId) -> str:
-    """Where a head snapshot is."""
-    return f"blobs/{head_id}.safetensors"
+    def _newest_head(self) -> HeadId | None:
+        numbers = version_numbers(self.store.list("versions"))
+        return self.version(TargetVersion(numbers[-1])).head_id if numbers else None
 
 
 def config_path(digest: str) -> str:

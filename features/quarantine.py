@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from features.errors import CorruptDataError, ObjectExistsError
 from features.lake import Lake
-from features.storage import checked_path
+from features.paths import checked_path
 
 QUARANTINE_SCHEMA = pa.schema(
     [

@@ -161,10 +161,30 @@ class SelectionFilter:
     """Only windows that start at position 0 and reach the sequence's end (tau needs them)."""
     max_windows: int | None = None
     """Keep at most so many, the same ones every time (by digest of sample id)."""
+    samples: tuple[str, ...] = ()
+    """Sample ids; empty: every one."""
+    groups: tuple[str, ...] = ()
+    """Group ids; empty: every one."""
+    writers: tuple[str, ...] = ()
+    """Writer ids; empty: every one."""
+    newest_versions: int | None = None
+    """Only windows of so many of the newest versions that the revision holds."""
+    min_reward: float | None = None
+    """Inclusive, as each bound below; a window without the value is left out where a bound is set."""
+    max_reward: float | None = None
+    min_acceptance_length: float | None = None
+    max_acceptance_length: float | None = None
+    min_acceptance_rate: float | None = None
+    max_acceptance_rate: float | None = None
+    min_tokens: int | None = None
+    """Rows of a window."""
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out_percent <= 90:
             raise ValueError(f"held_out_percent must be in [0, 90], got {self.held_out_percent}")
+        if self.newest_versions is not None and self.newest_versions < 1:
+            raise ValueError(f"newest_versions must be at least 1, got {self.newest_versions}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +197,11 @@ class ReadPlan:
     versions: tuple[int, ...]
     heads_missing: tuple[int, ...]
     """Versions in the selection whose head snapshot is absent."""
+    heads_present: tuple[int, ...] = ()
+    """The other versions."""
+    fragments: int = 0
+    requests: int = 0
+    """Storage requests to read every window once, neighbours not coalesced: two per window, three per fragment."""
 
     def summary(self) -> str:
         """One line for people."""

@@ -6,9 +6,9 @@ Free of polars, so that trainers and their loader processes can read a stored se
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 
@@ -25,13 +25,78 @@ _IDENTITY = (
 )  # fmt: skip
 
 
+BOUNDED = {
+    "reward": "reward",
+    "acceptance_length": "acceptance_length",
+    "acceptance_rate": "acceptance_rate",
+    "tokens": "num_rows",
+}
+"""What a filter can bound with ``min_`` and ``max_``, and the column that holds it."""
+
+_KEPT_ROWS = 20_000
+_BATCH = 4096
+
+
+class RowTable(Sequence[dict[str, Any]]):
+    """Commit rows as dicts that are made when they are looked at: a million at once need gigabytes.
+
+    Up to some thousands are kept once made. Pickles as an Arrow table.
+    """
+
+    def __init__(self, table: "pa.Table | Callable[[], pa.Table]", num_rows: int) -> None:
+        self._source = table
+        self._num_rows = num_rows
+        self._kept: list[dict[str, Any]] | None = None
+
+    @property
+    def table(self) -> pa.Table:
+        """The rows as an Arrow table, columns of ``COMMIT_SCHEMA``."""
+        if callable(self._source):
+            self._source = self._source()
+        return self._source
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if self._num_rows <= _KEPT_ROWS:
+            if self._kept is None:
+                self._kept = self.table.to_pylist()
+            return self._kept[index]
+        picked = range(self._num_rows)[index]
+        if isinstance(picked, range):
+            return self.table.take(pa.array(picked, pa.int64())).to_pylist()
+        return self.table.slice(picked, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in range(0, self._num_rows, _BATCH):
+            yield from self[start : start + _BATCH]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(other) != len(self):
+            return False
+        return all(left == right for left, right in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RowTable({self._num_rows:,} rows)"
+
+    def __reduce__(self) -> Any:
+        return (RowTable, (self.table, self._num_rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Windows in the order (version, sample id, start); each row is one of ``COMMIT_SCHEMA``."""
 
     filter: SelectionFilter
     revision: LakeRevision
-    rows: list[dict[str, Any]]
+    rows: Sequence[dict[str, Any]]
     plan: ReadPlan
     available: str
     """What the revision offers, in words: for the message about an empty selection."""
@@ -45,8 +110,8 @@ class Selection:
     def digest(self) -> str:
         """SHA-256 over the ordered windows' identities and checksums."""
         digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(canonical_json([row[name] for name in _IDENTITY]) + b"\n")
+        for identity in _identities(self.rows):
+            digest.update(canonical_json(identity) + b"\n")
         return digest.hexdigest()
 
     def require_nonempty(self) -> "Selection":
@@ -72,7 +137,7 @@ class Selection:
             "duplicates": self.duplicates,
             "digest": self.digest,
         }
-        table = pa.Table.from_pylist(self.rows, COMMIT_SCHEMA)
+        table = _as_table(self.rows)
         table = sealed(table.replace_schema_metadata({_METADATA_KEY: canonical_json(document)}))
         sink = io.BytesIO()
         with pa.ipc.new_file(sink, table.schema) as writer:
@@ -93,7 +158,9 @@ class Selection:
             selection = Selection(
                 filter=_filter(document["filter"]),
                 revision=LakeRevision(**document["revision"]),
-                rows=table.select(COMMIT_SCHEMA.names).to_pylist(),
+                rows=RowTable(
+                    table.select(COMMIT_SCHEMA.names).replace_schema_metadata(None), table.num_rows
+                ),
                 plan=_plan(document["plan"]),
                 available=document["available"],
                 duplicates=document["duplicates"],
@@ -112,20 +179,13 @@ class Selection:
 
 def split_of(group_id: str, held_out_percent: int) -> Split:
     """Which side of the split a rollout group is on: by its id alone, the same at every version, for ever."""
+    return Split.HELD_OUT if bucket_of(group_id) < held_out_percent else Split.TRAIN
+
+
+def bucket_of(group_id: str) -> int:
+    """A group's place in ``[0, 100)``: it is held out by every share above that."""
     digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
-    return Split.HELD_OUT if int.from_bytes(digest, "little") % 100 < held_out_percent else Split.TRAIN
-
-
-def make_plan(rows: Sequence[Mapping[str, Any]], heads_missing: Sequence[int]) -> ReadPlan:
-    """What reading these commit rows would cost."""
-    versions = tuple(sorted({row["target_version"] for row in rows}))
-    return ReadPlan(
-        windows=len(rows),
-        tokens=sum(row["num_rows"] for row in rows),
-        nbytes=sum(row["nbytes"] for row in rows),
-        versions=versions,
-        heads_missing=tuple(v for v in versions if v in set(heads_missing)),
-    )
+    return int.from_bytes(digest, "little") % 100
 
 
 def describe_filter(wanted: SelectionFilter) -> str:
@@ -137,19 +197,43 @@ def describe_filter(wanted: SelectionFilter) -> str:
         parts.append(f"domains {', '.join(wanted.domains)}")
     parts += ["verified only"] if wanted.verified_only else []
     parts += ["whole sequences only"] if wanted.whole_sequences_only else []
+    for name in ("samples", "groups", "writers"):
+        values = getattr(wanted, name)
+        parts += [f"{name} {', '.join(values[:4])}{' ...' if len(values) > 4 else ''}"] if values else []
+    if wanted.newest_versions is not None:
+        parts.append(f"the {wanted.newest_versions} newest versions")
+    for name in BOUNDED:
+        low, high = getattr(wanted, f"min_{name}"), getattr(wanted, f"max_{name}")
+        if low is not None or high is not None:
+            ends = ["..." if end is None else f"{end:g}" for end in (low, high)]
+            parts.append(f"{name.replace('_', ' ')} {ends[0]} to {ends[1]}")
     parts += [f"at most {wanted.max_windows} windows"] if wanted.max_windows is not None else []
     return ", ".join(parts)
+
+
+def _as_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    if isinstance(rows, RowTable):
+        return rows.table.cast(COMMIT_SCHEMA)
+    return pa.Table.from_pylist(list(rows), COMMIT_SCHEMA)
+
+
+def _identities(rows: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
+    if not isinstance(rows, RowTable):
+        yield from ([row[name] for name in _IDENTITY] for row in rows)
+        return
+    for batch in rows.table.select(_IDENTITY).to_batches(max_chunksize=_BATCH):
+        yield from map(list, zip(*(column.to_pylist() for column in batch.columns), strict=True))
 
 
 def _filter(fields: Mapping[str, Any]) -> SelectionFilter:
     typed = {
         "versions": VersionRange(**fields["versions"]),
         "split": Split(fields["split"]),
-        "domains": tuple(fields["domains"]),
+        **{name: tuple(fields[name]) for name in ("domains", "samples", "groups", "writers")},
     }
     return SelectionFilter(**{**fields, **typed})
 
 
 def _plan(fields: Mapping[str, Any]) -> ReadPlan:
-    tuples = {name: tuple(fields[name]) for name in ("versions", "heads_missing")}
+    tuples = {name: tuple(fields[name]) for name in ("versions", "heads_missing", "heads_present")}
     return ReadPlan(**{**fields, **tuples})

@@ -6,7 +6,6 @@ A local folder, ``memory://`` and ``s3://`` keep that promise in their own ways.
 is cached: a listing shows what other processes committed a moment ago.
 """
 
-import errno
 import logging
 import os
 import random
@@ -16,13 +15,24 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 
 from features.errors import CorruptDataError, InputError, ObjectExistsError
+from features.local_files import (
+    OpenFile,
+    fsync_folder,
+    leads_up,
+    make_folders,
+    no_hard_links,
+    read_fully,
+)
+from features.paths import checked_path, without_credentials
+from features.s3_errors import as_os_error, http_status, spoilt
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +45,14 @@ TEMPORARY_SUFFIX = ".partial"
 _RETRIED_STATUS = frozenset({409, 500, 502, 503})
 _MAX_ATTEMPTS = 6
 _MEMORY_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """What a listing says of an object: its length in bytes, and when it was written (UTC, by the store's clock)."""
+
+    size: int
+    written_at: datetime
 
 
 class Store(ABC):
@@ -60,7 +78,7 @@ class Store(ABC):
             case "s3" | "s3a":
                 return S3Store(url, _s3_filesystem(storage_options))
         raise InputError(
-            f"cannot keep a lake at {_without_credentials(url)!r}: expected a local path, file://, "
+            f"cannot keep a lake at {without_credentials(url)!r}: expected a local path, file://, "
             f"memory:// or s3://, found protocol {protocol!r}. Only these have a create-only write that is "
             f"tested here."
         )
@@ -98,13 +116,30 @@ class Store(ABC):
         if not 0 <= start <= stop:
             raise ValueError(f"byte range needs 0 <= start <= stop, got [{start}, {stop})")
         data = self._read_at_most(path, start, stop) if stop > start else b""
-        if len(data) != stop - start:
+        self._require_length(path, start, stop, len(data))
+        return data
+
+    def read_into(self, path: str, start: int, into: memoryview) -> None:
+        """Fill writable bytes from byte ``start`` of an object on, in one request.
+
+        Raises:
+            FileNotFoundError, CorruptDataError: as :meth:`read_range`; ``into`` then holds anything.
+        """
+        self.opened(path)(start, into)
+
+    def opened(self, path: str) -> Callable[[int, memoryview], None]:
+        """:meth:`read_into` of one object, many times: a local file stays open until this is let go."""
+        return lambda start, into: into.__setitem__(
+            slice(None), self.read_range(path, start, start + len(into))
+        )
+
+    def _require_length(self, path: str, start: int, stop: int, found: int) -> None:
+        if found != stop - start:
             raise CorruptDataError(
-                f"{self.url}/{path} is too short: expected bytes [{start:,}, {stop:,}), found {len(data):,} "
+                f"{self.url}/{path} is too short: expected bytes [{start:,}, {stop:,}), found {found:,} "
                 f"of {stop - start:,}. The object was cut; restore it from a copy or collect the fragment "
                 f"again."
             )
-        return data
 
     @abstractmethod
     def exists(self, path: str) -> bool:
@@ -121,6 +156,14 @@ class Store(ABC):
     @abstractmethod
     def delete_prefix(self, prefix: str) -> None:
         """Delete every object under a folder (``""``: all); readers and writers never call it."""
+
+    @abstractmethod
+    def scan(self, prefix: str) -> dict[str, ObjectFacts]:
+        """:meth:`list` with facts, in one listing; a local folder's temporary files are among them."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Delete one object, absent or not; readers and writers never call it."""
 
 
 class LocalStore(Store):
@@ -139,7 +182,7 @@ class LocalStore(Store):
 
     def create(self, path: str, data: bytes) -> None:
         target = self._at(path)
-        _make_folders(target.parent)
+        make_folders(target.parent)
         temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
             with temporary.open("xb") as file:
@@ -150,7 +193,7 @@ class LocalStore(Store):
         except FileExistsError as error:
             raise ObjectExistsError(path) from error
         except OSError as error:
-            if temporary.exists() and _no_hard_links(error):
+            if temporary.exists() and no_hard_links(error):
                 raise InputError(
                     f"cannot keep a lake at {self.url}: its filesystem has no hard links "
                     f"({error.strerror}), which a create-only write needs. Use a folder on another "
@@ -160,7 +203,7 @@ class LocalStore(Store):
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
-        _fsync_folder(target.parent)
+        fsync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
         return self._at(path).read_bytes()
@@ -168,7 +211,13 @@ class LocalStore(Store):
     def _read_at_most(self, path: str, start: int, stop: int) -> bytes:
         with self._at(path).open("rb", buffering=0) as file:
             file.seek(start)
-            return _read_fully(file.read, stop - start)
+            return read_fully(file.read, stop - start)
+
+    def opened(self, path: str) -> Callable[[int, memoryview], None]:
+        file = OpenFile(self._at(path))
+        return lambda start, into: self._require_length(
+            path, start, start + len(into), file.read_into(start, into)
+        )
 
     def exists(self, path: str) -> bool:
         return self._at(path).is_file()
@@ -191,12 +240,23 @@ class LocalStore(Store):
             with suppress(OSError):
                 os.rmdir(folder)
 
+    def scan(self, prefix: str) -> dict[str, ObjectFacts]:
+        found: dict[str, ObjectFacts] = {}
+        for name in sorted(self._walk(prefix)):
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                facts = self._at(name).stat()
+                found[name] = ObjectFacts(facts.st_size, datetime.fromtimestamp(facts.st_mtime, UTC))
+        return found
+
+    def delete(self, path: str) -> None:
+        self._at(path).unlink(missing_ok=True)
+
     def _walk(self, prefix: str, *, follow: bool = True) -> Iterator[str]:
         """Names of all files; a folder that was moved and linked is part of the store, unless it leads upwards."""
         base = self._root if prefix == "" else self._at(prefix)
         for folder, folders, files in os.walk(base, followlinks=follow):
             here = os.path.realpath(folder)
-            folders[:] = [name for name in folders if not _leads_up(os.path.join(folder, name), here)]
+            folders[:] = [name for name in folders if not leads_up(os.path.join(folder, name), here)]
             relative = Path(folder).relative_to(self._root)
             yield from ((relative / name).as_posix() for name in files)
 
@@ -208,7 +268,7 @@ class FsspecStore(Store):
     """What ``memory://`` and ``s3://`` share."""
 
     def __init__(self, url: str, filesystem: Any) -> None:
-        self._url = _without_credentials(url).rstrip("/")
+        self._url = without_credentials(url).rstrip("/")
         self._fs = filesystem
         self._root = filesystem._strip_protocol(self._url).rstrip("/")
 
@@ -229,13 +289,31 @@ class FsspecStore(Store):
         return int(self._call(lambda: self._fs.info(self._at(path)))["size"])
 
     def list(self, prefix: str) -> _Names:
+        return sorted(self._find(prefix))
+
+    def scan(self, prefix: str) -> dict[str, ObjectFacts]:
+        # s3fs says `LastModified`, memory:// `created`: a date, or seconds since 1970 in a listing.
+        found = {n: (i["size"], i.get("LastModified") or i["created"]) for n, i in self._find(prefix).items()}
+        return {
+            name: ObjectFacts(int(size), at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC))
+            for name, (size, at) in sorted(found.items())
+        }
+
+    def delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._call(lambda: self._fs.rm_file(self._at(path)))
+
+    def _find(self, prefix: str) -> dict[str, Any]:
         base = self._at(prefix) if prefix else self._root
         self._fs.invalidate_cache()
         try:
-            found = self._call(lambda: self._fs.find(base))
+            found = self._call(lambda: self._under(base))
         except FileNotFoundError:
-            return []
-        return sorted(name[len(self._root) :].lstrip("/") for name in found if name != base)
+            return {}
+        return {name[len(self._root) :].lstrip("/"): info for name, info in found.items() if name != base}
+
+    def _under(self, base: str) -> dict[str, Any]:
+        return dict(self._fs.find(base, detail=True))
 
     def delete_prefix(self, prefix: str) -> None:
         for name in self.list(prefix):
@@ -267,16 +345,25 @@ class S3Store(FsspecStore):
         except FileExistsError as error:
             raise ObjectExistsError(path) from error
         except OSError as error:
-            if _http_status(error) == 412:
+            if http_status(error) == 412:
                 raise ObjectExistsError(path) from error
             raise
+
+    def read(self, path: str) -> bytes:
+        # One request: s3fs would ask for the size first to read parts at once, and list when that fails.
+        return bytes(self._call(lambda: self._fs.cat_file(self._at(path), max_concurrency=1)))
+
+    def _under(self, base: str) -> dict[str, Any]:
+        # A stem, not a folder: s3fs would ask twice more whether an empty folder is an object.
+        bucket, slash, key = base.partition("/")
+        return dict(self._fs.find(bucket, detail=True, prefix=key + slash))
 
     def _read_at_most(self, path: str, start: int, stop: int) -> bytes:
         try:
             return super()._read_at_most(path, start, stop)
         except OSError as error:
             # The range starts past the object's end: as short as an object can be.
-            if _http_status(error) == 416:
+            if http_status(error) == 416:
                 return b""
             raise
 
@@ -284,22 +371,17 @@ class S3Store(FsspecStore):
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 return operation()
-            except OSError as error:
-                status = _http_status(error)
-                if status not in _RETRIED_STATUS or attempt == _MAX_ATTEMPTS:
+            except Exception as error:
+                known = as_os_error(error)
+                if known is None:
                     raise
+                status = "a spoilt body" if spoilt(known) else http_status(known)
+                if attempt == _MAX_ATTEMPTS or not (spoilt(known) or status in _RETRIED_STATUS):
+                    raise known from known.__cause__
                 pause_s = random.uniform(0.5, 1.0) * 0.1 * 2**attempt
                 log.warning("storage answered %s, trying again in %.2f s (%d)", status, pause_s, attempt)
                 time.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
-
-
-def checked_path(path: str) -> str:
-    """``path`` itself when it is relative, '/'-separated and stays under the root; else ``ValueError``."""
-    segments = path.split("/")
-    if any(segment in ("", ".", "..") for segment in segments) or "\\" in path or "\0" in path:
-        raise ValueError(f"object paths are relative with plain segments, got {path!r}")
-    return path
 
 
 def _s3_filesystem(storage_options: dict[str, Any]) -> Any:
@@ -307,59 +389,3 @@ def _s3_filesystem(storage_options: dict[str, Any]) -> Any:
         return fsspec.filesystem("s3", **{**storage_options, "use_listings_cache": False})
     except ImportError as error:
         raise InputError(f"an s3:// lake needs s3fs ({error}): pip install 'draftlake[s3]'") from error
-
-
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(str(url))
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
-
-
-def _http_status(error: OSError) -> int | None:
-    # s3fs keeps the client's answer as the cause of the OSError it translates to.
-    response = getattr(error.__cause__, "response", None) or {}
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return int(status) if status is not None else None
-
-
-def _no_hard_links(error: OSError) -> bool:
-    return error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def _read_fully(read: Callable[[int], bytes | None], count: int) -> bytes:
-    """Read ``count`` bytes, or fewer when the file ends: one unbuffered read may return less."""
-    parts: list[bytes] = []
-    while count > 0:
-        part = read(count)
-        if not part:
-            break
-        parts.append(part)
-        count -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _leads_up(path: str, here: str) -> bool:
-    """Whether ``path`` is a link to a folder that holds the folder ``here``: walking it would never end."""
-    if not os.path.islink(path):
-        return False
-    target = os.path.realpath(path)
-    return os.path.commonpath([target, here]) == target
-
-
-def _make_folders(folder: Path) -> None:
-    """Create a folder and its parents so that a power cut cannot lose the names."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        with suppress(FileExistsError):
-            path.mkdir()
-        _fsync_folder(path.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,6 +34,7 @@ from features.errors import (
 from features.fragments import TOKENS_FILE
 from features.lake import Lake
 from features.schema import FORMAT_VERSION, FragmentLayout, HeadId, TargetVersion
+from features.tombstones import FragmentName, is_hidden
 from features.windows import Window, check_window
 from features.zarr_layout import (
     ARRAY_FILE,
@@ -239,7 +240,7 @@ def _write(
     """Write all objects of one attempt, the commit last."""
     write_uuid = uuid.uuid4().hex
     prefix = f"data/{fragment.version.folder}/{fragment.plan_id}.{write_uuid}"
-    attributes = _attributes(lake, fragment, write_uuid)
+    attributes = _attributes(lake, fragment, name.attempt, write_uuid)
     _create_data(lake, f"{prefix}/{GROUP_FILE}", group_metadata({"draftlake": attributes}))
     on_step(f"data/{GROUP_FILE}")
     checksums: dict[str, list[int]] = {}
@@ -255,6 +256,9 @@ def _write(
     _create_data(lake, f"{prefix}/{TOKENS_FILE}", encode_tokens(fragment.windows, shard_bytes))
     on_step(f"data/{TOKENS_FILE}")
     rows = _commit_rows(lake, fragment, name, write_uuid, prefix, checksums)
+    if lake.snapshots.committed(name) is not None:
+        # Covered while this was written, and its marker may be gone already: the name is not free.
+        return _judge(lake, fragment, name, own_uuid=write_uuid)
     try:
         lake.store.create(name.path, encode_commit(rows))
     except ObjectExistsError:
@@ -275,15 +279,29 @@ def _create_data(lake: Lake, path: str, data: bytes) -> None:
             ) from None
 
 
+def _committed_rows(lake: Lake, name: CommitName) -> list[dict[str, Any]] | None:
+    """What an attempt's commit holds, wherever it is: its marker goes once a snapshot covers it."""
+    try:
+        return list(lake.read_commit(name.path).to_pylist())
+    except FileNotFoundError:
+        found = lake.snapshots.committed(name)
+        return None if found is None else list(found.to_pylist())
+
+
 def _judge(
     lake: Lake, fragment: _Fragment, name: CommitName, *, own_uuid: str | None
 ) -> CommitResult | Literal["free", "fenced"]:
     """What holds this attempt's key: nothing, a fence, our own commit or an equal one; else a conflict."""
     try:
-        rows = lake.read_commit(name.path).to_pylist()
-    except FileNotFoundError:
-        return "free"
-    if not rows:
+        rows = _committed_rows(lake, name)
+        if rows is None:
+            return "free"
+    except CorruptDataError:
+        if is_hidden(lake.store, FragmentName(name.path, None)):
+            return "fenced"
+        raise
+    # What retention gave up or fsck put into quarantine is collected again under the next attempt.
+    if not rows or is_hidden(lake.store, FragmentName(name.path, rows[0]["data_prefix"])):
         return "fenced"
     found_uuid = str(rows[0]["write_uuid"])
     if found_uuid == own_uuid:
@@ -308,7 +326,7 @@ def _judge(
     return fragment.result(name, found_uuid, "duplicate_plan")
 
 
-def _attributes(lake: Lake, fragment: _Fragment, write_uuid: str) -> dict[str, Any]:
+def _attributes(lake: Lake, fragment: _Fragment, attempt: int, write_uuid: str) -> dict[str, Any]:
     layout = fragment.layout
     return {
         "format_version": FORMAT_VERSION,
@@ -316,6 +334,7 @@ def _attributes(lake: Lake, fragment: _Fragment, write_uuid: str) -> dict[str, A
         "target_version": fragment.version.number,
         "head_id": fragment.head_id,
         "plan_id": fragment.plan_id,
+        "attempt": attempt,
         "write_uuid": write_uuid,
         "layer_ids": list(layout.layer_ids),
         "dtype": layout.dtype.value,

@@ -135,8 +135,8 @@ def row_bytes_of(array: NDArray[Any]) -> bytes:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
-def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli) of bytes."""
+def crc32c(data: bytes | NDArray[np.uint8]) -> int:
+    """CRC-32C (Castagnoli) of bytes; of an array without copying it."""
     return int(google_crc32c.value(data))
 
 

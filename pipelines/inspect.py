@@ -75,6 +75,7 @@ def show_lake(url: str) -> dict[str, Any]:
         "revision": catalog.revision.digest,
         "fragments": catalog.revision.num_fragments,
         "windows": catalog.frame.height,
+        "hidden_fragments": catalog.hidden_fragments,
         "versions": [r.version.number for r in lake.versions()],
     }
 
@@ -131,6 +132,31 @@ def show_quarantine(url: str) -> list[dict[str, Any]]:
         for run in list_quarantine(Lake.open(url))
         for refusal in run.refusals
     ]
+
+
+def show_heads(url: str) -> dict[str, Any]:
+    """What head snapshots cost: in all, and one row each with its versions and the keyframe it is a delta to."""
+    sizes = Lake.open(url).head_sizes()
+    stored, decoded = sum(s.stored_bytes for s in sizes), sum(s.decoded_bytes for s in sizes)
+    rows = [
+        {
+            "head": size.head_id,
+            "versions": list(size.versions),
+            "base": size.base,
+            "stored_bytes": size.stored_bytes,
+            "decoded_bytes": size.decoded_bytes,
+            "ratio": size.ratio,
+        }
+        for size in sizes
+    ]
+    return {
+        "heads": len(rows),
+        "keyframes": sum(size.base is None for size in sizes),
+        "stored_bytes": stored,
+        "decoded_bytes": decoded,
+        "ratio": stored / decoded if decoded else None,
+        "snapshots": rows,
+    }
 
 
 def explain(url: str, wanted: SelectionFilter) -> ReadPlan:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from features.catalog import Catalog, Selection
 from features.lake import Lake
+from features.leases import held
+from features.retention import fragment_names
 from features.schema import ReadPlan, SelectionFilter, Split, TargetVersion
 from pipelines.context import RunContext
 from pipelines.inspect import version_range
@@ -74,7 +76,10 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
     for version in selection.plan.heads_missing:
         lake.head_of(TargetVersion(version))  # raises, with the remedy
     registry = Registry(lake.store, lake.target.target_id)
-    with tempfile.TemporaryDirectory(prefix="draftlake-train-") as scratch:
+    lease = held(
+        lake, revision=catalog.revision.digest, fragments=fragment_names(catalog), reader="train", now=ctx.now
+    )  # retention keeps what is read until the revision is pinned
+    with lease, tempfile.TemporaryDirectory(prefix="draftlake-train-") as scratch:
         parent = registry.fetch(job.parent, Path(scratch) / "parent") if job.parent else None
         with ctx.progress.bar("train", total=100) as advance:
             result = train_draft(

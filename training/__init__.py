@@ -8,6 +8,7 @@ Where to go:
 - ``heads``       a version's frozen head and embedding as tensors
 - ``losses``      teacher distributions, losses, and sums that add up over processes
 - ``reader``      windows and heads of a selection, kept in memory between epochs
+- ``reading``     the same at speed: planned epochs for many ranks, read ahead, resumed exactly
 - ``batches``     windows to tensors, and the plan of an epoch
 - ``setup``       what is settled before the first step: layers, vocabulary map, parent
 - ``held_out``    was a draft trained on what it is to be measured on?

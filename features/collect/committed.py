@@ -8,9 +8,10 @@ import pyarrow as pa
 from features.collect.cut import with_next
 from features.collect.rollouts import Rollout
 from features.collect.sampling import WindowSpan
-from features.commits import CommitName, TokenRow
+from features.commits import TokenRow
 from features.lake import Lake
 from features.schema import NO_TOKEN, FragmentLayout, TargetVersion
+from features.snapshots import commits_of
 
 _TOKEN_COLUMNS = [
     "target_id", "sample_id", "start", "num_rows", "sequence_length", "data_prefix", "window_index", "crc32c_tokens",
@@ -31,10 +32,8 @@ class CommittedSpans:
         self._lake = lake
         self._places: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._known: dict[str, tuple[str, int, int]] = {}
-        for path in lake.commit_paths():
-            name = CommitName.parse(path)
-            if name is not None and name.version == version.number:
-                self._take_in(path, layout)
+        for table in commits_of(lake, version):
+            self._take_in(table, layout)
 
     def compare(self, rollout: Rollout, spans: tuple[WindowSpan, ...]) -> Comparison:
         """``same`` when all spans are there with equal group, tokens and masks, ``conflict`` when one differs."""
@@ -51,8 +50,7 @@ class CommittedSpans:
                 return "conflict"
         return "new" if None in places else "same"
 
-    def _take_in(self, path: str, layout: FragmentLayout) -> None:
-        table = self._lake.read_commit(path)
+    def _take_in(self, table: pa.Table, layout: FragmentLayout) -> None:
         # Whatever its layout: a sample id names one rollout at a version.
         for row in table.select(["sample_id", "group_id", "prompt_length", "sequence_length"]).to_pylist():
             self._known[row["sample_id"]] = (row["group_id"], row["prompt_length"], row["sequence_length"])

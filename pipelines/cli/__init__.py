@@ -13,7 +13,7 @@ import sys
 import typer
 
 from features.errors import DraftlakeError, GateRefusedError
-from pipelines.cli import demo, drafts, engines, lake
+from pipelines.cli import bench, demo, drafts, engines, housekeeping, lake, maintain
 
 COMMAND_GROUP = "draftlake.commands"
 """Entry points here are Typer apps, mounted under their name."""
@@ -33,7 +33,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
     )
-    for module in (demo, lake, drafts, engines):
+    for module in (demo, lake, maintain, housekeeping, bench, drafts, engines):
         module.add_commands(app)
     for entry in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda e: e.name):
         app.add_typer(entry.load(), name=entry.name)

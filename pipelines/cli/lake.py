@@ -141,13 +141,17 @@ def list_(
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="'lake', 'quarantine', a version (v3), or a sample id.")],
+    name: Annotated[
+        str, typer.Argument(help="'lake', 'heads', 'quarantine', a version (v3), or a sample id.")
+    ],
     lake: LakeOption,
     json: JsonOption = False,
 ) -> None:
-    """Show the lake, one version, every window of one sample, or what was refused and why."""
+    """Show the lake, its heads and their sizes, one version, one sample's windows, or what was refused."""
     if name == "lake":
         emit(inspect.show_lake(lake), as_json=json, title=lake)
+    elif name == "heads":
+        emit(inspect.show_heads(lake), as_json=json, title="head snapshots")
     elif name == "quarantine":
         emit(inspect.show_quarantine(lake), as_json=json, title="refused records")
     elif name.startswith("v") and name[1:].isdigit():

@@ -18,8 +18,9 @@ from pipelines.cli import build_app
 REPO = Path(__file__).resolve().parents[2]
 DRAFTLAKE = Path(sys.executable).with_name("draftlake")
 VERBS = {
-    "approve", "collect", "demo", "doctor", "eval", "explain", "flows up", "import", "init", "ls", "publish",
-    "registry diff", "registry ls", "registry show", "reject", "rollback", "show", "status", "train",
+    "approve", "bench lake", "collect", "compact", "demo", "doctor", "eval", "explain", "flows up", "fsck",
+    "gc", "import", "init", "ls", "publish", "registry diff", "registry ls", "registry show", "reject",
+    "retain", "rollback", "show", "status", "train",
 }  # fmt: skip
 ROOT: Any = typer.main.get_command(build_app())
 
@@ -82,7 +83,9 @@ def test_a_command_gives_json(verb: str) -> None:
     assert "--json" in options
 
 
-@pytest.mark.parametrize("verb", ["approve", "collect", "demo", "publish", "rollback", "train"])
+@pytest.mark.parametrize(
+    "verb", ["approve", "collect", "compact", "demo", "fsck", "gc", "publish", "retain", "rollback", "train"]
+)
 def test_a_command_that_changes_much_can_be_asked_first(verb: str) -> None:
     options = {name for param in COMMANDS[verb].params for name in param.opts}
     assert "--dry-run" in options

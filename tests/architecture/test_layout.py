@@ -103,6 +103,10 @@ def test_nothing_is_unpickled(path: Path) -> None:
                 found.append(str(node.module))
             case ast.Attribute(value=ast.Name(id="torch"), attr="load" | "save"):
                 found.append(f"torch.{node.attr}")
+    # A benchmark reads its own files in the rivals' format, and without running code from them.
+    if path.relative_to(REPO).as_posix() == "pipelines/bench/subjects.py":
+        assert "weights_only=True" in path.read_text()
+        found = [name for name in found if not name.startswith("torch.")]
     assert found == [], "tensors are kept as safetensors, which cannot run code"
 
 

@@ -1,12 +1,19 @@
 """Every planted fault has its finding, at the lowest level that can see it."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from features.check import check_lake
-from features.testing import tiny_lake
+from features.catalog import Catalog
+from features.check import CheckOptions, check_lake, quarantine_damaged, release_restored
+from features.compaction import compact
+from features.lake import Lake
+from features.schema import TargetVersion
+from features.testing import commit_tiny, tiny_lake
+
+NOW = datetime(2026, 7, 1, tzinfo=UTC)
 
 
 def one(root: Path, pattern: str) -> Path:
@@ -74,3 +81,75 @@ def test_leftovers_of_killed_writers_are_harmless_and_damage_is_not(tmp_path: Pa
     assert [finding.harmful for finding in check_lake(lake)] == [False, False]
     FAULTS["absent shard"][2](tmp_path)
     assert any(finding.harmful for finding in check_lake(lake))
+
+
+REPAIRABLE = sorted(name for name, (_, code, _) in FAULTS.items() if code not in (
+    "orphan_data", "temporary_file", "version_unusable",
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPAIRABLE)
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_damaged_fragment_in_quarantine_is_skipped_counted_and_collected_again(
+    tmp_path: Path, name: str, compacted: bool
+) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    windows = [lake.read_window(row) for row in Catalog.load(lake).frame.to_dicts()]
+    FAULTS[name][2](tmp_path)
+    if compacted:
+        if name == "cut commit":
+            pytest.skip("an unreadable commit cannot be covered")
+        compact(lake, now=lambda: NOW)
+    lake = Lake.open(str(tmp_path))
+    marked = quarantine_damaged(lake, check_lake(lake, 2), NOW)
+    assert len(marked) == 1
+    assert quarantine_damaged(lake, check_lake(lake, 2), NOW) == ()
+    catalog = Catalog.load(lake)
+    assert (catalog.frame.height, catalog.hidden_fragments) == (4, 1)
+    for row in catalog.frame.to_dicts():
+        lake.read_window(row)
+    assert {f.code for f in check_lake(lake, 2) if not f.harmful} >= {"quarantined"}
+    assert not [f for f in check_lake(lake, 2) if f.harmful]
+    plans = {row["sample_id"] for row in catalog.frame.to_dicts()}
+    lost = [window for window in windows if window.meta.sample_id not in plans]
+    done = commit_tiny(lake, 0, lake.version(TargetVersion(0)).head_id, lost)
+    assert (done.outcome, done.attempt) == ("committed", 1)
+    assert Catalog.load(lake).frame.height == 8
+
+
+def test_a_fragment_that_was_put_back_is_released_after_its_checksums_were_read(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    path = one(tmp_path, "data/*/*/aux/c/0/0")
+    whole, before = path.read_bytes(), Catalog.load(lake).revision.digest
+    path.write_bytes(whole[:-1])
+    quarantine_damaged(lake, check_lake(lake, 1), NOW)
+    assert release_restored(lake, check_lake(lake, 2)) == ()
+    path.write_bytes(whole)
+    assert [f.code for f in check_lake(lake, 1)] == ["quarantined"]
+    findings = check_lake(lake, 2)
+    assert [f.code for f in findings] == ["restored"]
+    assert len(release_restored(lake, findings)) == 1
+    assert check_lake(lake, 2) == ()
+    assert Catalog.load(lake).revision.digest == before
+
+
+def test_a_snapshot_s_fragments_are_checked_when_their_commits_are_gone(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    compact(lake, now=lambda: NOW)
+    for path in tmp_path.glob("commits/*/*"):
+        path.unlink()
+    assert check_lake(lake, 2) == ()
+    FAULTS["changed feature"][2](tmp_path)
+    assert [f.code for f in check_lake(lake, 2)] == ["wrong_bytes"]
+    one(tmp_path, "snapshots/*.rows.parquet").unlink()
+    assert "snapshot_unreadable" in {f.code for f in check_lake(lake, 0) if f.harmful}
+
+
+def test_a_share_is_the_same_for_one_seed_and_other_seeds_reach_other_windows(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=64, windows_per_fragment=64)
+    rows = Catalog.load(lake).frame.to_dicts()
+    taken = [{r["window_index"] for r in rows if CheckOptions(2, 0.25, seed).takes(r)} for seed in (0, 0, 1)]
+    assert taken[0] == taken[1] != taken[2]
+    assert 4 <= len(taken[0]) <= 32
+    assert all(CheckOptions(2).takes(row) for row in rows)
+    assert not any(CheckOptions(2, 0.0).takes(row) for row in rows)

@@ -21,7 +21,8 @@ from features.errors import (
     UnknownVersionError,
     VersionConflictError,
 )
-from features.lake import Lake, head_path
+from features.head_store import head_path
+from features.lake import Lake
 from features.schema import FeatureDtype, FragmentLayout, HeadId, SelectionFilter, TargetVersion
 from features.testing import (
     TINY_TARGET,

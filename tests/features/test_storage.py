@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,24 @@ def test_an_object_that_grew_is_read_at_its_new_length(tmp_path: Path) -> None:
 
 def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_a_scan_is_the_listing_with_lengths_and_times(store: Store) -> None:
+    before = datetime.now(UTC) - timedelta(seconds=2)  # a filesystem may round down
+    for path, data in (("data/b", b"12"), ("data/a/1", b""), ("other", b"x")):
+        store.create(path, data)
+    found = store.scan("data")
+    assert [(path, facts.size) for path, facts in found.items()] == [("data/a/1", 0), ("data/b", 2)]
+    assert all(
+        before <= facts.written_at <= datetime.now(UTC) + timedelta(seconds=2) for facts in found.values()
+    )
+    assert store.scan("nothing") == {}
+
+
+def test_one_object_is_deleted_and_its_neighbours_stay(store: Store) -> None:
+    for path in ("a/x", "a/xy"):
+        store.create(path, b"x")
+    store.delete("a/x")
+    store.delete("a/x")
+    assert store.list("") == ["a/xy"]
+    store.create("a/x", b"again")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 from features.catalog import Catalog
+from features.check import check_lake
 from features.errors import CorruptDataError, ObjectExistsError
+from features.gc import GcPolicy, apply_gc, plan_gc, survey
 from features.lake import Lake
+from features.retention import RetentionPolicy, apply_retention, fragment_facts, plan_retention
 from features.schema import SelectionFilter
 from features.storage import S3Store, Store
 from features.testing import TINY_TARGET, commit_tiny, register_tiny_version, tiny_head, tiny_window
@@ -142,3 +146,24 @@ commit_tiny(lake, 0, register_tiny_version(lake, 0, head), [tiny_window(head)])
     assert len(reader.commit_paths()) == 1
     row = Catalog.load(reader).select(SelectionFilter()).rows[0]
     assert reader.read_window(row).num_rows == 12
+
+
+def test_retention_gc_and_fsck_work_on_s3(url: str, options: dict[str, Any]) -> None:
+    lake = Lake.init(url, TINY_TARGET, **options)
+    for number in range(2):
+        head = tiny_head(number)
+        head_id = register_tiny_version(lake, number, head)
+        commit_tiny(lake, number, head_id, [tiny_window(head, version=number)])
+    lake.store.create(f"data/v=000000001/{'a' * 32}.{'b' * 32}/zarr.json", b"{}")
+    now = datetime.now(UTC)
+    facts = fragment_facts(lake, lake.store.scan("data"))
+    assert all(abs(now - fact.written_at) < timedelta(minutes=5) for fact in facts)
+    plan = plan_retention(facts, RetentionPolicy(keep_versions=1), (), now=now)
+    apply_retention(lake, plan, now=now, reason="test")
+    assert set(Catalog.load(lake).frame["target_version"]) == {1}
+    assert [f.code for f in check_lake(lake, 2)] == ["orphan_data"]
+    report = apply_gc(lake, plan_gc(survey(lake), GcPolicy(), now=now + timedelta(days=3)))
+    assert report.deleted == {"orphan": 1, "retired_data": 1}
+    assert lake.store.exists(f"commits/v=000000001/{'a' * 32}.0.parquet")  # the orphan's fence
+    assert [f for f in check_lake(lake, 2) if f.harmful] == []
+    assert not [path for path in lake.store.list("data") if "v=000000000" in path]
