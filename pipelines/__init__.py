@@ -3,6 +3,7 @@
 Where to go:
 
 - ``context``     every effect a pipeline may have
+- ``device``      where tensors are computed
 - ``progress``    what long work shows while it runs
 - ``start``       create a lake; look at the machine, the store and the engines (``init``, ``doctor``)
 - ``collect``     rollouts and a target's weights to windows in the lake

@@ -20,6 +20,7 @@ from features.lake import Lake
 from features.schema import FeatureDtype, TargetVersion, VersionRecord
 from features.target import default_layer_ids, describe_target, weights_digest
 from pipelines.context import RunContext
+from pipelines.device import compute_device
 from pipelines.progress import Advance
 from training.spec import Spec
 
@@ -71,7 +72,7 @@ def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
         return collect_rollouts(
             lake,
             entries,
-            model=load_target(folder),
+            model=load_target(folder, compute_device()),
             head=head,
             record=record,
             layer_ids=layer_ids,
@@ -199,7 +200,7 @@ def _require_free(lake: Lake, version: TargetVersion, digest: str, folder: Path)
         )
 
 
-def load_target(folder: Path) -> Any:
+def load_target(folder: Path, device: str = "cpu") -> Any:
     """The target as a transformers module, float32, eval mode, nothing fetched from a hub."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -207,7 +208,8 @@ def load_target(folder: Path) -> Any:
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.to(device).eval()
 
 
 def _existing(paths: tuple[str, ...]) -> list[Path]:

@@ -11,6 +11,7 @@ from features.errors import EmptySelectionError, InputError
 from features.lake import Lake
 from features.schema import SelectionFilter, Split, VersionRange
 from pipelines.context import RunContext
+from pipelines.device import compute_device
 from pipelines.inspect import newest_version, version_range
 from publish.registry import Registry
 from training.artifact import EvalReport
@@ -62,7 +63,13 @@ def evaluate(job: EvalJob, ctx: RunContext) -> EvalReport:
             other = registry.fetch(baseline, Path(scratch) / "baseline")
         ctx.progress.say(f"evaluate {job.artifact[:12]} on {selection.plan.summary()}")
         report = evaluate_draft(
-            lake, selection, draft, k=job.num_speculative_tokens, mode=job.mode, baseline_folder=other
+            lake,
+            selection,
+            draft,
+            k=job.num_speculative_tokens,
+            mode=job.mode,
+            baseline_folder=other,
+            device=compute_device(),
         )
     registry.add_evidence(job.artifact, report)
     return report

@@ -91,6 +91,8 @@ def serve_command(
     env = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # A folder of the user's named like one of our packages must not be imported instead.
+        "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
         ROOTS_VARIABLE: joined_roots(registry_roots),
     }

@@ -70,8 +70,11 @@ def train(
     first_version: FirstVersionOption,
     stop_version: StopVersionOption,
     parent: Annotated[str | None, typer.Option(help="Registered draft to start from (digest).")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with fields of the training spec.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Overrides the config's epochs.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML with training-spec fields that differ from the parent's, or the defaults."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Overrides epochs.")] = None,
     include_unverified: Annotated[
         bool, typer.Option("--include-unverified", help="Also train on windows without a logprob proof.")
     ] = False,
@@ -79,16 +82,21 @@ def train(
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a draft on a range of target versions and register it as a candidate."""
+    """Train a draft on a range of target versions and register it as a candidate.
+
+    With --parent it starts from that draft's weights and keeps its training spec.
+    """
     _, registry = promote.open_registry(lake)
+    parent = registry.resolve(parent) if parent else None
+    inherited = registry.manifest(parent).spec if parent else {}
     job = training_pipeline.TrainJob(
         lake=lake,
         first_version=first_version,
         stop_version=stop_version,
-        parent=registry.resolve(parent) if parent else None,
+        parent=parent,
         revision=revision,
         verified_only=not include_unverified,
-        train=_train_spec(config, {"epochs": epochs}),
+        train=_train_spec(inherited, config, {"epochs": epochs}),
     )
     if dry_run:
         plan = training_pipeline.plan_training(job)
@@ -97,10 +105,13 @@ def train(
     emit(training_pipeline.train(job, console_context()), as_json=json, title="trained")
 
 
-def _train_spec(config: Path | None, overrides: dict[str, Any]) -> TrainSpec:
-    fields = {} if config is None else _yaml_mapping(config)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    return parse_spec(TrainSpec, fields | given, where=str(config or "training spec"))
+def _train_spec(inherited: dict[str, Any], config: Path | None, options: dict[str, Any]) -> TrainSpec:
+    """The parent's fields, then the config's, then the command line's; ``method`` is merged by field."""
+    given = {} if config is None else _yaml_mapping(config)
+    fields = inherited | given | {name: value for name, value in options.items() if value is not None}
+    if isinstance(inherited.get("method"), dict) and isinstance(given.get("method"), dict):
+        fields["method"] = inherited["method"] | given["method"]
+    return parse_spec(TrainSpec, fields, where=str(config or "training spec"))
 
 
 def _yaml_mapping(path: Path) -> dict[str, Any]:

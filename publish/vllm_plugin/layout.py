@@ -146,7 +146,7 @@ def check_tensors(tensors: Mapping[str, Tensor], live: LiveLayout) -> None:
     if problems:
         raise LayoutRefusedError(
             f"{len(problems)} problems with the tensors: {'; '.join(problems)}. Train and export the draft with "
-            f"the shapes and the dtype that the engine runs."
+            f"the shapes and the dtype that the engine runs (save_dtype in the training spec)."
         )
 
 

@@ -69,6 +69,22 @@ def test_a_warm_start_names_its_parent(cli: Cli, lake: Path, shipped: str, small
     assert {row["digest"]: row["parent"] for row in rows} == {shipped: None, warm.json["artifact"]: shipped}
 
 
+def test_a_warm_start_keeps_its_parents_training_spec_where_the_config_is_silent(
+    cli: Cli, lake: Path, shipped: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "two_steps.yaml"
+    config.write_text("max_steps: 2\nmethod: {ttt_steps: 2}\n")
+    done = cli("train", *selection(lake), "--parent", shipped[:8], "--config", config, "--json")
+    assert done.code == 0, done.err
+    specs = [
+        cli("registry", "show", digest, "--lake", lake, "--json").json["manifest"]["spec"]
+        for digest in (shipped, done.json["artifact"])
+    ]
+    expected = specs[0] | {"max_steps": 2, "method": specs[0]["method"] | {"ttt_steps": 2}}
+    assert specs[1] == expected
+    assert specs[1]["save_dtype"] == "float32"
+
+
 def test_the_epochs_option_overrules_the_config(cli: Cli, lake: Path, small_config: Path) -> None:
     done = cli("train", *selection(lake), "--config", small_config, "--epochs", 3, "--json")
     shown = cli("registry", "show", done.json["artifact"], "--lake", lake, "--json").json

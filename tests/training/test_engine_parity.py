@@ -1,8 +1,8 @@
 """A draft trained here runs inside vLLM, and the offline walk counts what the engine counts."""
 
 import json
-import os
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,47 +55,40 @@ def _window(model: Any, tokens: list[int], prompt: int, name: str) -> Window:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine_environment() -> Iterator[None]:
-    wanted = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in wanted.items():
-            patch.setenv(name, os.environ.get(name, value))
-        yield
-
-
 @pytest.mark.parametrize("draft_vocab", [None, 96], ids=["full vocabulary", "reduced vocabulary"])
-def test_offline_rounds_equal_the_engine_s_counters(
-    tmp_path: Path, engine_environment: None, draft_vocab: int | None
-) -> None:
+def test_offline_rounds_equal_the_engine_s_counters(tmp_path: Path, draft_vocab: int | None) -> None:
     pytest.importorskip("vllm")
-    from vllm import LLM, SamplingParams
-
     model, target_config = _make_target(tmp_path / "target")
     prompts = [[1] + [3 + (7 * i + 13 * j) % 120 for j in range(6 + 3 * i)] for i in range(6)]
     draft, windows = _train_on_greedy_rollouts(model, target_config, prompts, tmp_path, draft_vocab)
-    llm = LLM(
-        model=str(tmp_path / "target"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-        max_model_len=128, max_num_seqs=1, enable_prefix_caching=False, disable_log_stats=False,
-        speculative_config={"method": "eagle3", "model": str(draft), "num_speculative_tokens": K},
-    )  # fmt: skip
-    sampling = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False)
+    engine = _run_engine(tmp_path, draft, prompts)
     proposals = _proposals(draft, tmp_path / "target", windows)
-    before, expected = _counters(llm), [0, 0]
-    for prompt, window, proposed in zip(prompts, windows, proposals, strict=True):
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    expected = [0, 0]
+    for prompt, window, proposed, answer in zip(prompts, windows, proposals, engine["answers"], strict=True):
         stored = window.token_ids[:-1]
-        assert list(answer.outputs[0].token_ids) == stored[len(prompt) : len(prompt) + DECODED].tolist()
+        assert answer == stored[len(prompt) : len(prompt) + DECODED].tolist()
         # The stored text goes on past the request's stop, so its last round can be counted as well.
         rounds = walk(stored, proposed, first=len(prompt), last=len(stored) - 1, k=K)
         mine = [r for r in rounds if r.newest < len(prompt) + DECODED - 1]
         expected = [expected[0] + len(mine), expected[1] + sum(r.accepted for r in mine)]
-    after = _counters(llm)
-    assert [a - b for a, b in zip(after, before, strict=True)] == expected
+    assert engine["counted"] == expected
     assert 0.8 < expected[1] / expected[0] < K, "a draft that accepts nothing, or all, would prove little"
+
+
+def _run_engine(root: Path, draft: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    request = {
+        "target": str(root / "target"),
+        "draft": str(draft),
+        "k": K,
+        "decoded": DECODED,
+        "prompts": prompts,
+    }
+    (root / "request.json").write_text(json.dumps(request))
+    argv = [sys.executable, "-P", str(Path(__file__).with_name("engine_run.py"))]
+    files = [str(root / "request.json"), str(root / "out.json")]
+    done = subprocess.run([*argv, *files], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((root / "out.json").read_text())
 
 
 def _train_on_greedy_rollouts(
@@ -126,9 +119,3 @@ def _proposals(draft: Path, target: Path, windows: list[Window]) -> np.ndarray:
     heads = {TargetVersion(0): FrozenHead.from_snapshot(head_from_checkpoint(target))}
     batch = make_batch(windows, heads, layer_ids=LAYERS)
     return EAGLE3.propose(EAGLE3.load(draft), batch, K).numpy()
-
-
-def _counters(llm: Any) -> tuple[int, int]:
-    values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    return tuple(int(values.get(name) or 0) for name in names)
