@@ -27,7 +27,10 @@ Where to go:
 - ``selection``   an exact, hashed list of windows; read without polars
 - ``quarantine``  refused input, with reasons and counts
 - ``check``       a lake against its commits
-- ``testing``     small synthetic lakes
+- ``tombstones``  what was given up or is damaged, and is hidden from readers
+- ``retention``   which versions may go, and letting them go; ``leases`` says who still reads
+- ``gc``          data that no commit names: fenced, then deleted
+- ``testing``     small synthetic lakes; ``testing_crash`` kills at every step, ``testing_s3`` is an S3 that can fail
 - ``collect``     from rollouts and a target's forward to windows
 
 This file imports nothing: the collector runs inside other people's trainers.

@@ -11,6 +11,9 @@ Where to go:
 - ``train``       a version range to a candidate draft in the registry
 - ``evaluate``    offline tau on held-out groups, and the gate's evidence
 - ``promote``     approve, reject, publish, roll back, status
+- ``maintain``    compact the catalog
+- ``housekeeping`` let versions go, collect garbage, check the lake (``retain``, ``gc``, ``fsck``)
+- ``bench``       ratios to a ceiling and to rivals, measured in the same run
 - ``hooks``       what other packages may be told about decisions
 - ``demo``        the whole loop on one machine
 - ``cli``         the ``draftlake`` command
