@@ -39,8 +39,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/draftlake demo --overwrite
 
+# Two processes, a file's tests in one of them: most of the time goes into waiting for engines and servers.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check .
@@ -60,7 +61,12 @@ tiny-target: setup
 soak: setup
 	DRAFTLAKE_SOAK=1 $(BIN)/python -m pytest --quiet tests/features/test_many_writers.py \
 		tests/features/test_crash_sweep.py tests/features/test_fault_sweep.py tests/features/test_lake_machine.py \
-		tests/features/test_snapshots.py tests/features/test_snapshots_s3.py tests/features/test_catalog_scale.py
+		tests/pipelines/test_backfill_killed.py \
+		tests/features/test_snapshots.py tests/features/test_check.py tests/features/test_gc.py tests/features/test_retention.py \
+		tests/features/test_maintenance_s3.py \
+		tests/features/test_catalog_scale.py tests/pipelines/test_export.py \
+		tests/features/collect/test_vllm_replay.py tests/publish/test_vllm_replay.py \
+		tests/pipelines/test_collect_engine.py tests/features/collect/test_hf_live.py
 	for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS)"; \
 		$(BIN)/python -m pytest --quiet -m 'not vllm' -k 'kill or crash or race or process or thread or concurrent' \
