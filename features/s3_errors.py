@@ -5,7 +5,25 @@ connection, a time limit or a body that does not fit its checksum. Recognised by
 nothing of S3 is imported for other stores.
 """
 
+from collections.abc import Mapping, Sequence
+
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore"})
+
+
+_PASSING_CODES = frozenset({"InternalError", "OperationAborted", "ServiceUnavailable", "SlowDown"})
+
+
+class UndeletedError(OSError):
+    """The service answered a request to delete many objects with success, and did not delete some of them."""
+
+    def __init__(self, url: str, refused: Sequence[Mapping[str, str]]) -> None:
+        codes = sorted({str(answer.get("Code")) for answer in refused})
+        self.passing = _PASSING_CODES.issuperset(codes)
+        """Whether asking again may help."""
+        super().__init__(
+            f"{url}: {len(refused)} objects were not deleted ({', '.join(codes)}), {refused[0].get('Key')!r} among "
+            f"them. Look at the bucket's policy for s3:DeleteObject, and run the command again."
+        )
 
 
 def as_os_error(error: Exception) -> OSError | None:

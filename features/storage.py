@@ -6,11 +6,8 @@ A local folder, ``memory://`` and ``s3://`` keep that promise in their own ways.
 is cached: a listing shows what other processes committed a moment ago.
 """
 
-import logging
 import os
-import random
 import threading
-import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -32,9 +29,6 @@ from features.local_files import (
     read_fully,
 )
 from features.paths import checked_path, without_credentials
-from features.s3_errors import as_os_error, http_status, spoilt
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Names = list[str]  # a class with a method `list` cannot name the builtin in its signatures
@@ -42,8 +36,6 @@ _Names = list[str]  # a class with a method `list` cannot name the builtin in it
 TEMPORARY_SUFFIX = ".partial"
 """Local files that a killed writer may leave behind; no listing shows them."""
 
-_RETRIED_STATUS = frozenset({409, 500, 502, 503})
-_MAX_ATTEMPTS = 6
 _MEMORY_LOCK = threading.Lock()
 
 
@@ -62,10 +54,11 @@ class Store(ABC):
     def open(url: str, **storage_options: Any) -> "Store":
         """The store behind a local path, ``file://``, ``memory://`` or ``s3://`` url.
 
-        Nothing is created or contacted. ``storage_options`` go to fsspec (S3 only).
+        Nothing is created or contacted. ``storage_options`` are for S3 (``S3Store.open_bucket``).
 
         Raises:
-            InputError: the protocol has no create-only write that we have tested.
+            InputError: the protocol has no create-only write that we have tested, or the settings of S3
+                are wrong.
         """
         protocol, separator, rest = str(url).partition("://")
         if not separator:
@@ -76,7 +69,9 @@ class Store(ABC):
             case "memory":
                 return MemoryStore(url, fsspec.filesystem("memory"))
             case "s3" | "s3a":
-                return S3Store(url, _s3_filesystem(storage_options))
+                from features.s3_store import S3Store  # it builds on this module
+
+                return S3Store.open_bucket(url, storage_options)
         raise InputError(
             f"cannot keep a lake at {without_credentials(url)!r}: expected a local path, file://, "
             f"memory:// or s3://, found protocol {protocol!r}. Only these have a create-only write that is "
@@ -87,6 +82,11 @@ class Store(ABC):
     @abstractmethod
     def url(self) -> str:
         """Where the store is, for people and logs; never holds credentials."""
+
+    @property
+    def about(self) -> str:
+        """How the store is used, for people; never holds credentials."""
+        return self.url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -104,7 +104,7 @@ class Store(ABC):
         """The whole object; ``FileNotFoundError`` when absent."""
 
     @abstractmethod
-    def _read_at_most(self, path: str, start: int, stop: int) -> bytes: ...
+    def _read_at_most(self, path: str, start: int, stop: int) -> bytes | memoryview: ...
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Bytes ``[start, stop)`` of an object, in one request.
@@ -113,6 +113,9 @@ class Store(ABC):
             FileNotFoundError: the object is absent.
             CorruptDataError: the object ends before ``stop``.
         """
+        return bytes(self._range(path, start, stop))
+
+    def _range(self, path: str, start: int, stop: int) -> bytes | memoryview:
         if not 0 <= start <= stop:
             raise ValueError(f"byte range needs 0 <= start <= stop, got [{start}, {stop})")
         data = self._read_at_most(path, start, stop) if stop > start else b""
@@ -129,9 +132,7 @@ class Store(ABC):
 
     def opened(self, path: str) -> Callable[[int, memoryview], None]:
         """:meth:`read_into` of one object, many times: a local file stays open until this is let go."""
-        return lambda start, into: into.__setitem__(
-            slice(None), self.read_range(path, start, start + len(into))
-        )
+        return lambda start, into: into.__setitem__(slice(None), self._range(path, start, start + len(into)))
 
     def _require_length(self, path: str, start: int, stop: int, found: int) -> None:
         if found != stop - start:
@@ -164,6 +165,16 @@ class Store(ABC):
     @abstractmethod
     def delete(self, path: str) -> None:
         """Delete one object, absent or not; readers and writers never call it."""
+
+    @property
+    def origin(self) -> "Store":
+        """The store that holds the objects: this one, unless it reads through a cache."""
+        return self
+
+    def distrust(self, path: str) -> bool:
+        """Told by a reader that an object's bytes are wrong; whether to read again, as they may have been a cache's."""
+        del path
+        return False
 
 
 class LocalStore(Store):
@@ -279,7 +290,7 @@ class FsspecStore(Store):
     def read(self, path: str) -> bytes:
         return bytes(self._call(lambda: self._fs.cat_file(self._at(path))))
 
-    def _read_at_most(self, path: str, start: int, stop: int) -> bytes:
+    def _read_at_most(self, path: str, start: int, stop: int) -> bytes | memoryview:
         return bytes(self._call(lambda: self._fs.cat_file(self._at(path), start=start, end=stop)))
 
     def exists(self, path: str) -> bool:
@@ -334,58 +345,3 @@ class MemoryStore(FsspecStore):
             if self._fs.exists(self._at(path)):
                 raise ObjectExistsError(path)
             self._fs.pipe_file(self._at(path), bytes(data))
-
-
-class S3Store(FsspecStore):
-    """A bucket. ``create`` is ``PUT`` with ``If-None-Match: *``; busy answers are tried again."""
-
-    def create(self, path: str, data: bytes) -> None:
-        try:
-            self._call(lambda: self._fs.pipe_file(self._at(path), data, mode="create"))
-        except FileExistsError as error:
-            raise ObjectExistsError(path) from error
-        except OSError as error:
-            if http_status(error) == 412:
-                raise ObjectExistsError(path) from error
-            raise
-
-    def read(self, path: str) -> bytes:
-        # One request: s3fs would ask for the size first to read parts at once, and list when that fails.
-        return bytes(self._call(lambda: self._fs.cat_file(self._at(path), max_concurrency=1)))
-
-    def _under(self, base: str) -> dict[str, Any]:
-        # A stem, not a folder: s3fs would ask twice more whether an empty folder is an object.
-        bucket, slash, key = base.partition("/")
-        return dict(self._fs.find(bucket, detail=True, prefix=key + slash))
-
-    def _read_at_most(self, path: str, start: int, stop: int) -> bytes:
-        try:
-            return super()._read_at_most(path, start, stop)
-        except OSError as error:
-            # The range starts past the object's end: as short as an object can be.
-            if http_status(error) == 416:
-                return b""
-            raise
-
-    def _call(self, operation: Callable[[], T]) -> T:
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            try:
-                return operation()
-            except Exception as error:
-                known = as_os_error(error)
-                if known is None:
-                    raise
-                status = "a spoilt body" if spoilt(known) else http_status(known)
-                if attempt == _MAX_ATTEMPTS or not (spoilt(known) or status in _RETRIED_STATUS):
-                    raise known from known.__cause__
-                pause_s = random.uniform(0.5, 1.0) * 0.1 * 2**attempt
-                log.warning("storage answered %s, trying again in %.2f s (%d)", status, pause_s, attempt)
-                time.sleep(pause_s)
-        raise AssertionError("the last attempt returns or raises")
-
-
-def _s3_filesystem(storage_options: dict[str, Any]) -> Any:
-    try:
-        return fsspec.filesystem("s3", **{**storage_options, "use_listings_cache": False})
-    except ImportError as error:
-        raise InputError(f"an s3:// lake needs s3fs ({error}): pip install 'draftlake[s3]'") from error

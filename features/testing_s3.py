@@ -6,20 +6,24 @@ assert what a store was asked, and the next ones can be answered the way a bad d
 Needs the packages of the ``s3`` extra and ``moto[server]``; nothing in the library imports it.
 """
 
+import html
 import io
 import re
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import parse_qs
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+from werkzeug.test import EnvironBuilder
 
 _Environ = dict[str, Any]
 _Headers = list[tuple[str, str]]
@@ -32,6 +36,12 @@ _UNAVAILABLE = {
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _LARGE = 2**20
 _NO_KEYS = re.compile(rb"<Contents>.*?</Contents>|<CommonPrefixes>.*?</CommonPrefixes>", re.DOTALL)
+
+
+PATIENCE: dict[str, Any] = {"read_timeout_s": 0.3, "max_attempts": 0}
+"""Arguments of :meth:`ServedS3.options` with which a client gives a request up soon."""
+HOLD_S = 0.5
+"""How long a fault holds a request back from a client of that :data:`PATIENCE`."""
 
 
 class FaultKind(StrEnum):
@@ -51,6 +61,19 @@ class FaultKind(StrEnum):
     """A read is answered with half of the body and a length that agrees: a lying cache."""
     STALE = "stale"
     """A listing is answered as it was when it was last asked, or empty; other requests are not touched."""
+    MISSING = "404"
+    """A read of an object, or a look at it, is answered as if it were absent; other requests are not touched."""
+
+    def touches(self, kind: str) -> bool:
+        """Whether a request of that kind (:attr:`Request.kind`) goes wrong in this way."""
+        match self:
+            case FaultKind.STALE:
+                return kind == "LIST"
+            case FaultKind.SHORT:
+                return kind == "GET"
+            case FaultKind.MISSING:
+                return kind in ("GET", "HEAD")
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,7 @@ class Fault:
     kind: FaultKind
     at: int = 0
     count: int = 1
-    hold_s: float = 1.0
+    hold_s: float = HOLD_S
 
     def hits(self, index: int) -> bool:
         return self.at <= index < self.at + self.count
@@ -79,12 +102,34 @@ class Request:
     nbytes: int
     """Body bytes in the direction that carries data."""
     fault: FaultKind | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What was sent with it, by name in small letters."""
+
+
+@contextmanager
+def impatient_clients() -> Iterator[None]:
+    """S3 stores of this process try each request twice, and do not wait in between."""
+    import s3fs
+
+    from features import s3_store
+
+    with (
+        patch.object(s3_store, "time", SimpleNamespace(sleep=lambda _seconds: None)),
+        patch.object(s3_store, "_MAX_ATTEMPTS", 2),
+        patch.object(s3fs.S3FileSystem, "retries", 2),
+    ):
+        yield
 
 
 class ServedS3:
-    """A strict, counting S3 on a loopback port, from ``start`` (or ``with``) to ``stop``."""
+    """A strict, counting S3 on a loopback port, inside its ``with``.
 
-    def __init__(self) -> None:
+    Args:
+        access_key: refuse requests that are not signed in the name of this key; None: take them all.
+    """
+
+    def __init__(self, *, access_key: str | None = None) -> None:
+        self._access_key = access_key
         self._backend = DomainDispatcherApplication(create_backend_app)
         self._creating = threading.Lock()
         self._lock = threading.Lock()
@@ -127,11 +172,45 @@ class ServedS3:
             "config_kwargs": config,
         }
 
+    def copy_bucket(self, source: str, target: str) -> str:
+        """Create a bucket that holds the objects of another, and return its url. Not among the requests."""
+        url = self.make_bucket(target)
+        for key, data in self.objects(source).items():
+            self._direct("PUT", f"/{target}/{key}", data)
+        return url
+
+    def objects(self, bucket: str, folder: str = "") -> dict[str, bytes]:
+        """What lies in a bucket under a folder (fewer than 1000 objects), by path in it. Not among the requests."""
+        prefix = f"{folder}/" if folder else ""
+        listing = self._direct("GET", f"/{bucket}", query=f"list-type=2&prefix={prefix}").decode()
+        keys = map(html.unescape, re.findall("<Key>(.*?)</Key>", listing))
+        return {key.removeprefix(prefix): self._direct("GET", f"/{bucket}/{key}") for key in keys}
+
+    def _direct(self, method: str, path: str, body: bytes = b"", query: str = "") -> bytes:
+        headers = [
+            ("Authorization", f"AWS4-HMAC-SHA256 Credential={self._access_key or 'x'}/1/us-east-1/s3/x")
+        ]
+        environ = EnvironBuilder(
+            path, self.endpoint, query, method=method, data=body, headers=headers
+        ).get_environ()
+        said: list[str] = []
+
+        def start(status: str, _headers: _Headers, _error: object = None) -> Callable[[bytes], None]:
+            said.append(status)
+            return lambda _data: None
+
+        answer = b"".join(self._backend(environ, start))
+        if not said[-1].startswith("200"):
+            raise RuntimeError(f"{method} {path}: {said[-1]} {answer[:200]!r}")
+        return answer
+
     def make_bucket(self, name: str) -> str:
         """Create a bucket and return its url."""
         import httpx
 
-        httpx.put(f"{self.endpoint}/{name}").raise_for_status()
+        scope = f"Credential={self._access_key}/20260101/us-east-1/s3/aws4_request"
+        signed = {"Authorization": f"AWS4-HMAC-SHA256 {scope}, SignedHeaders=host, Signature=none"}
+        httpx.put(f"{self.endpoint}/{name}", headers=signed).raise_for_status()
         return f"s3://{name}"
 
     @property
@@ -165,6 +244,11 @@ class ServedS3:
             if _has_body(environ)
             else None
         )
+        if self._access_key and f"Credential={self._access_key}/" not in environ.get(
+            "HTTP_AUTHORIZATION", ""
+        ):
+            self._record(kind, environ, "403", 0, None)
+            return _error("403 Forbidden", "InvalidAccessKeyId", kind, start_response)
         if fault is not None:
             return self._faulty(fault, kind, environ, body, start_response)
         status, headers, answer = self._answer(kind, environ, body)
@@ -177,26 +261,26 @@ class ServedS3:
     ) -> Iterable[bytes]:
         if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.BROKEN):
             self._record(kind, environ, "0", 0, fault.kind)
-            status, code = _UNAVAILABLE[fault.kind.value]
-            answer = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
-            start_response(
-                status, [("Content-Length", str(len(answer))), ("Content-Type", "application/xml")]
-            )
-            return [b"" if kind == "HEAD" else answer]
+            return _error(*_UNAVAILABLE[fault.kind.value], kind, start_response)
         if fault.kind is FaultKind.TRUNCATED and kind not in ("GET", "LIST"):
             self._record(kind, environ, "0", 0, fault.kind)
             _hang_up(environ)
+        if fault.kind is FaultKind.MISSING and fault.kind.touches(kind):
+            self._record(kind, environ, "0", 0, fault.kind)
+            answer = b"<Error><Code>NoSuchKey</Code><Message>injected</Message></Error>"
+            start_response("404 Not Found", _with_length([("Content-Type", "application/xml")], len(answer)))
+            return [b"" if kind == "HEAD" else answer]
         if fault.kind is FaultKind.TIMEOUT:
-            time.sleep(fault.hold_s)
+            threading.Event().wait(fault.hold_s)  # no patience that a test takes from clients shortens it
         before = self._listings.get(_query(environ)) if kind == "LIST" else None
         status, headers, answer = self._answer(kind, environ, body)
         self._record(kind, environ, status, len(body or answer), fault.kind)
         if fault.kind in (FaultKind.LOST, FaultKind.TIMEOUT):
             _hang_up(environ)
-        if fault.kind is FaultKind.STALE and kind == "LIST":
+        if fault.kind is FaultKind.STALE and fault.kind.touches(kind):
             answer = before if before is not None else _NO_KEYS.sub(b"", answer)
             headers = _with_length(headers, len(answer))
-        if fault.kind is FaultKind.SHORT and kind == "GET":
+        if fault.kind is FaultKind.SHORT and fault.kind.touches(kind):
             answer = answer[: len(answer) // 2]
             headers = _with_length(headers, len(answer))
         start_response(status, headers)
@@ -242,7 +326,12 @@ class ServedS3:
         path = environ["PATH_INFO"]
         if kind == "LIST":
             path += "?" + "".join(parse_qs(environ.get("QUERY_STRING", "")).get("prefix", ()))
-        request = Request(kind, path, int(status.split()[0]), nbytes, fault)
+        sent = {
+            name[5:].replace("_", "-").lower(): value
+            for name, value in environ.items()
+            if name[:5] == "HTTP_"
+        }
+        request = Request(kind, path, int(status.split()[0]), nbytes, fault, sent)
         with self._lock:
             self._log.append(request)
 
@@ -293,6 +382,12 @@ def _part_of(data: bytes, first: int, last: int) -> tuple[str, _Headers, bytes]:
         ("Content-Type", "binary/octet-stream"),
     ]
     return "206 Partial Content", headers, part
+
+
+def _error(status: str, code: str, kind: str, start_response: _StartResponse) -> list[bytes]:
+    answer = f"<Error><Code>{code}</Code><Message>as the test asked</Message></Error>".encode()
+    start_response(status, [("Content-Length", str(len(answer))), ("Content-Type", "application/xml")])
+    return [b"" if kind == "HEAD" else answer]
 
 
 def _half(answer: bytes, environ: _Environ) -> Iterator[bytes]:

