@@ -252,10 +252,15 @@ def encode_rows(frame: pl.DataFrame) -> bytes:
 
 
 def _superseded(objects: Sequence[str], oldest_kept: Snapshot) -> tuple[str, ...]:
-    """Objects of snapshots before the oldest that is kept, markers first, and leftovers beside it."""
-    own = {oldest_kept.path, oldest_kept.commits.path, oldest_kept.rows.path}
+    """Objects of snapshots before the oldest that is kept, and leftovers beside it, upwards.
+
+    Of each snapshot the marker goes first. That of the first stays for ever, by which a reader whose
+    listing is empty knows that there are snapshots; its objects go before any other marker, so that
+    it is never taken for the newest.
+    """
+    own = {marker_path(1), oldest_kept.path, oldest_kept.commits.path, oldest_kept.rows.path}
     gone = [path for path in objects if _number_of(path) <= oldest_kept.number and path not in own]
-    return tuple(sorted(gone, key=lambda path: (not path.endswith(".json"), path)))
+    return tuple(sorted(gone, key=lambda path: (_number_of(path), not path.endswith(".json"), path)))
 
 
 def _number_of(path: str) -> int:

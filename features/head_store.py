@@ -78,6 +78,24 @@ class HeadStore:
         """Whether the snapshot is stored, without reading it."""
         return self._store.exists(head_path(head_id))
 
+    def lacking(self, head_id: HeadId) -> HeadId | None:
+        """The first blob that is absent of those that reading a head takes, itself among them; None: all are there.
+
+        Two requests for each; only headers are read.
+
+        Raises:
+            CorruptDataError: a header cannot be read.
+        """
+        passed: list[HeadId] = []
+        needed: HeadId | None = head_id
+        while needed is not None and needed not in passed:
+            passed.append(needed)
+            try:
+                needed = self.keyframe_of(needed)
+            except HeadMissingError:
+                return needed
+        return None
+
     def put(self, head: HeadSnapshot, policy: DeltaPolicy, newest: Callable[[], HeadId | None]) -> HeadId:
         """Store a snapshot under its digest; storing it again changes nothing.
 

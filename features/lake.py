@@ -33,6 +33,7 @@ from features.documents import (
 from features.errors import (
     CorruptDataError,
     HeadMissingError,
+    InputError,
     LakeNotFoundError,
     ObjectExistsError,
     TargetMismatchError,
@@ -42,6 +43,7 @@ from features.errors import (
 from features.fragments import Fragments, assemble, layout_of
 from features.head_store import DEFAULT_DELTA, DeltaPolicy, HeadSize, HeadStore
 from features.heads import HeadSnapshot
+from features.s3_access import StoreAccessError
 from features.schema import (
     HeadId,
     TargetIdentity,
@@ -78,10 +80,13 @@ class Lake:
 
         Raises:
             TargetMismatchError: there is a lake for another target at ``url``.
+            InputError: the store cannot be used: credentials, address, region, bucket or rights.
         """
         store = Store.open(url, **storage_options)
         try:
             store.create(LAKE_FILE, encode_lake(target))
+        except StoreAccessError as error:
+            raise InputError(str(error)) from error
         except ObjectExistsError:
             lake = Lake.open(url, **storage_options)
             names = tuple(field.name for field in fields(TargetIdentity))
@@ -98,10 +103,13 @@ class Lake:
             LakeNotFoundError: there is none.
             LakeContractError: it was made by a newer format.
             CorruptDataError: ``lake.json`` is unreadable.
+            InputError: the store cannot be used: credentials, address, region, bucket or rights.
         """
         store = Store.open(url, **storage_options)
         try:
             raw = store.read(LAKE_FILE)
+        except StoreAccessError as error:
+            raise InputError(str(error)) from error
         except (FileNotFoundError, NotADirectoryError) as error:
             raise LakeNotFoundError(store.url) from error
         return Lake(store, decode_lake(raw, where=f"{store.url}/{LAKE_FILE}"))
@@ -158,8 +166,12 @@ class Lake:
         return self._heads.put(head, delta, self._newest_head)
 
     def has_head(self, head_id: HeadId) -> bool:
-        """Whether the snapshot is stored, without reading it."""
-        return self._heads.has(head_id)
+        """Whether the snapshot is stored, and what it is a delta to; only headers are read.
+
+        Raises:
+            CorruptDataError: a header cannot be read.
+        """
+        return self._heads.lacking(head_id) is None
 
     def head(self, head_id: HeadId) -> HeadSnapshot:
         """Read a head snapshot and check that its values have the digest it is named by.
@@ -183,14 +195,16 @@ class Lake:
 
         Raises:
             TargetMismatchError: the record belongs to another target or tokenizer.
-            HeadMissingError: its head was not put first.
+            HeadMissingError: its head was not put first, or the one that it is a delta to was lost.
             VersionConflictError: the number is taken by other weights.
         """
         require_same_target(record, self.target, _TARGET_FIELDS, where=f"the lake at {self.url}")
-        if not self.has_head(record.head_id):
+        lacking = self._heads.lacking(record.head_id)
+        if lacking is not None:
+            needs = "" if lacking == record.head_id else f", a delta to head {lacking}"
             raise HeadMissingError(
-                f"{record.version} of {record.target_id!r} names head {record.head_id}, which is not in "
-                f"{self.url}. Put the head before registering the version."
+                f"{record.version} of {record.target_id!r} names head {record.head_id}{needs}, which is not in "
+                f"{self.url}. Put that head before registering the version."
             )
         try:
             self.store.create(version_path(record.version), encode_version(record))

@@ -5,7 +5,7 @@ registered draft needs any of its fragments, unless that is overruled by force; 
 stays always. ``features.gc`` deletes what a tombstone names once no reader needs it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from features.commits import CommitName
 from features.errors import CorruptDataError, InputError
 from features.lake import Lake
 from features.leases import leases
-from features.snapshots import read_commits
+from features.snapshots import pinned_paths, read_commits
 from features.storage import ObjectFacts
 from features.tombstones import FragmentName, Tombstone, hidden, retire
 from features.zarr_layout import GROUP_FILE
@@ -164,16 +164,29 @@ def plan_retention(
     )
 
 
-def apply_retention(lake: Lake, plan: RetentionPlan, *, now: datetime, reason: str) -> str | None:
+def apply_retention(
+    lake: Lake,
+    plan: RetentionPlan,
+    *,
+    now: datetime,
+    reason: str,
+    advance: Callable[[int], None] | None = None,
+) -> str | None:
     """Release pins, then hide the fragments; running it again after a crash completes it.
 
+    ``advance`` is told each released pin, and the number of fragments that were hidden, all at once.
     Returns the tombstone's path; None when no fragment goes.
     """
     for path in plan.pins:
         lake.store.delete(path)
+        if advance is not None:
+            advance(1)
     if not plan.fragments:
         return None
-    return retire(lake.store, Tombstone(now, reason, plan.forced, plan.fragments))
+    tombstone = retire(lake.store, Tombstone(now, reason, plan.forced, plan.fragments))
+    if advance is not None:
+        advance(len(plan.fragments))
+    return tombstone
 
 
 def fragment_names(catalog: "Catalog") -> frozenset[FragmentName]:
@@ -209,13 +222,16 @@ def fragment_facts(lake: Lake, data: Mapping[str, ObjectFacts]) -> list[Fragment
 
 
 def pins(lake: Lake) -> tuple[Pin, ...]:
-    """Every pinned revision."""
+    """Every pinned revision.
+
+    Raises:
+        CorruptDataError: as :func:`features.snapshots.pinned_paths`.
+    """
     found = []
     for path, facts in lake.store.scan("revisions").items():
         digest = path.removeprefix("revisions/").removesuffix(".txt")
         if path.endswith(".txt"):
-            commits = frozenset(lake.store.read(path).decode().splitlines())
-            found.append(Pin(path, digest, facts.written_at, commits))
+            found.append(Pin(path, digest, facts.written_at, frozenset(pinned_paths(lake, digest))))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import polars as pl
 import pyarrow as pa
 
-from features.commits import CommitName, revision_path
+from features.commits import CommitName
 from features.errors import CorruptDataError, InputError
 from features.head_store import head_path
 from features.lake import Lake, version_path
@@ -18,6 +18,7 @@ from features.snapshots import (
     Listing,
     first_attempts,
     is_usable,
+    pinned_paths,
     read_commits,
     revision_of,
 )
@@ -67,17 +68,12 @@ def read_revision(lake: Lake, revision: str | None = None) -> RevisionRows:
 def _pinned(lake: Lake, revision: str, present: Sequence[CommitName]) -> list[CommitName]:
     current = revision_of(name.path for name in present)
     try:
-        paths = lake.store.read(revision_path(revision)).decode().splitlines()
+        names = [name for name in map(CommitName.parse, pinned_paths(lake, revision)) if name is not None]
     except FileNotFoundError as error:
         raise InputError(
             f"lake revision {revision} was never pinned, and {lake.url} has moved on to {current.digest} with "
             f"{current.num_fragments} fragments. Name a revision that a training run recorded, or select again."
         ) from error
-    names = [name for name in map(CommitName.parse, paths) if name is not None]
-    if revision_of(paths).digest != revision or len(names) != len(paths):
-        raise CorruptDataError(
-            f"{lake.url}/{revision_path(revision)} does not list the commits it is named by"
-        )
     return names
 
 
@@ -92,7 +88,8 @@ def _absent_from(
             continue
         try:
             found[name] = tail[name] if name in tail else lake.read_commit(name.path)
-            gone = found[name].num_rows > 0 and not is_usable(found[name], listing.hidden)
+            gone = name in listing.covered and listing.covered[name].state == "dropped"
+            gone |= found[name].num_rows > 0 and not is_usable(found[name], listing.hidden)
         except FileNotFoundError:
             gone = True
         if gone:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from features.commits import CommitName, as_commit_rows
+from features.commits import CommitName, as_commit_rows, revision_path
 from features.errors import CorruptDataError
 from features.schema import COMMIT_SCHEMA, LakeRevision, TargetVersion
 from features.snapshot_format import Covered, Part, Snapshot, decode_covered, decode_marker, marker_path
@@ -94,7 +94,7 @@ class Snapshots:
         return tuple(snapshot for snapshot in found if snapshot is not None)
 
     def newest(self) -> Snapshot | None:
-        """The snapshot with the highest number, asked anew: a listing and one read.
+        """The snapshot with the highest number, asked anew: a listing, one look for a successor, one read.
 
         Raises:
             CorruptDataError: its marker was changed, or is of another lake.
@@ -106,6 +106,10 @@ class Snapshots:
                 seen = self._view[1].number if self._view is not None and self._view[1] is not None else 0
             # A listing never leads back behind what was seen before.
             number = max([seen, *numbers])
+            # Listings may be behind, names are not. Pruning goes upwards and spares the first marker, so a
+            # marker that is read after its successor was found absent is the newest or lacks its objects.
+            while self._store.exists(marker_path(number + 1)):
+                number += 1
             snapshot = self._read_if_there(number) if number else None
             # Gone since it was listed: a newer one is there by then.
             if snapshot is not None or not number:
@@ -165,7 +169,7 @@ class Snapshots:
         return as_commit_rows(found, where=f"{self._store.url}/{snapshot.rows.path}")
 
     def listing(self) -> Listing:
-        """What is committed now: three listings, two reads when there is a snapshot, one per tombstone.
+        """What is committed now: three listings, a look, two reads when there is a snapshot, one per tombstone.
 
         What is hidden is asked first: a tombstone goes when no snapshot has its rows any more.
         """
@@ -179,7 +183,11 @@ class Snapshots:
             except FileNotFoundError:  # pruned meanwhile: there is a newer one
                 continue
             return Listing(gone, snapshot, covered, tuple(sorted(markers - covered.keys())), markers)
-        raise CorruptDataError(f"{self._store.url}/snapshots: the newest snapshot's objects are absent")
+        raise CorruptDataError(
+            f"{self._store.url}/snapshots: snapshot {snapshot.number if snapshot else 0} is the newest that can be "
+            f"found, and its objects are absent: the listing is behind, or they were deleted. Try again; if it "
+            f"persists, restore the folder from a copy."
+        )
 
     def committed(self, name: CommitName) -> pa.Table | None:
         """What the newest snapshot knows of one commit, for writers: None when it does not cover it.
@@ -209,6 +217,12 @@ class Snapshots:
         except FileNotFoundError as error:
             raise CorruptDataError(f"{self._store.url}: an object of {snapshot.path} is absent") from error
 
+    def dropped(self, name: CommitName) -> bool:
+        """Whether the newest snapshot, asked anew, says that retention gave a commit up."""
+        snapshot = self.newest()
+        covered = self.states(snapshot).get(name) if snapshot is not None else None
+        return covered is not None and covered.state == "dropped"
+
     def _numbers(self) -> list[int]:
         matches = map(_MARKER.fullmatch, self._store.list("snapshots"))
         return sorted(int(match[1]) for match in matches if match)
@@ -227,6 +241,23 @@ class Snapshots:
                 f"({part.nbytes:,} bytes, {part.sha256[:12]}): it was cut or changed. Restore it from a copy."
             )
         return data
+
+
+def pinned_paths(lake: "Lake", digest: str) -> list[str]:
+    """The commits of a pinned revision.
+
+    Raises:
+        FileNotFoundError: it was never pinned.
+        CorruptDataError: the list was cut or changed: it does not make the revision it is named by.
+    """
+    path = revision_path(digest)
+    paths = lake.store.read(path).decode(errors="replace").splitlines()
+    if revision_of(paths).digest != digest:
+        raise CorruptDataError(
+            f"{lake.url}/{path} does not list the commits it is named by: it was cut or changed. Restore it from a "
+            f"copy, or delete it if nobody needs that revision any more."
+        )
+    return paths
 
 
 def commit_paths(lake: "Lake") -> list[str]:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from features import check, gc, retention
 from features.catalog import Catalog
-from features.commits import revision_path
 from features.lake import Lake
 from features.retention import Need, RetentionPlan, RetentionPolicy, VersionDecision
+from features.snapshots import pinned_paths
+from features.survey import survey
 from pipelines.context import RunContext
 from publish.registry import Registry
 
@@ -95,8 +96,7 @@ def retain(
     tombstone = None
     if not dry_run and not plan.empty:
         with ctx.progress.bar("retain", total=len(plan.pins) + len(plan.fragments)) as advance:
-            tombstone = retention.apply_retention(lake, plan, now=now, reason=reason)
-            advance(len(plan.pins) + len(plan.fragments))
+            tombstone = retention.apply_retention(lake, plan, now=now, reason=reason, advance=advance)
     return _retain_report(plan, tombstone, unpinned, dry_run)
 
 
@@ -110,7 +110,7 @@ def collect_garbage(
     """
     lake = Lake.open(url)
     needs, _ = draft_needs(lake, Catalog.load(lake))
-    plan = gc.plan_gc(gc.survey(lake), policy, needs, now=ctx.now(), force=force)
+    plan = gc.plan_gc(survey(lake), policy, needs, now=ctx.now(), force=force)
     waiting = dict(plan.waiting)
     if dry_run:
         return GcSummary(True, plan.counts, plan.nbytes, waiting, {}, plan.actions)
@@ -175,7 +175,7 @@ def _commits_of(lake: Lake, catalog: Catalog, revision: str) -> frozenset[str] |
     if revision == catalog.revision.digest:
         return frozenset(catalog.commit_paths)
     try:
-        return frozenset(lake.store.read(revision_path(revision)).decode().splitlines())
+        return frozenset(pinned_paths(lake, revision))
     except FileNotFoundError:
         return None
 

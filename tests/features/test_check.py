@@ -1,5 +1,6 @@
 """Every planted fault has its finding, at the lowest level that can see it."""
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,9 @@ from features.check import CheckOptions, check_lake, quarantine_damaged, release
 from features.compaction import compact
 from features.lake import Lake
 from features.schema import TargetVersion
+from features.storage import Store
 from features.testing import commit_tiny, tiny_lake
+from features.testing_crash import kill_everywhere
 
 NOW = datetime(2026, 7, 1, tzinfo=UTC)
 
@@ -153,3 +156,77 @@ def test_a_share_is_the_same_for_one_seed_and_other_seeds_reach_other_windows(tm
     assert 4 <= len(taken[0]) <= 32
     assert all(CheckOptions(2).takes(row) for row in rows)
     assert not any(CheckOptions(2, 0.0).takes(row) for row in rows)
+
+
+PREPARE = """
+from pathlib import Path
+from features.testing import tiny_lake
+tiny_lake(url, versions=1, samples_per_version=8, windows_per_fragment=2)
+for path in sorted(Path(url).glob("data/*/*/aux/c/0/0"))[:2]:
+    path.write_bytes(path.read_bytes()[:-1])
+"""
+QUARANTINE = """
+from datetime import UTC, datetime
+from features.check import check_lake, quarantine_damaged
+from features.lake import Lake
+lake = Lake.open(url)
+quarantine_damaged(lake, check_lake(lake, 1), datetime(2026, 7, 1, tzinfo=UTC))
+"""
+
+
+@pytest.mark.slow
+def test_quarantine_killed_at_any_moment_hides_only_what_is_damaged_and_a_rerun_completes_it(
+    tmp_path: Path,
+) -> None:
+    seen = set()
+    for moment, folder in kill_everywhere(
+        PREPARE, QUARANTINE, tmp_path, every="DRAFTLAKE_SOAK" in os.environ
+    ):
+        lake = Lake.open(str(folder))
+        seen.add(Catalog.load(lake).frame.height)
+        assert {f.code for f in check_lake(lake, 1) if f.harmful} <= {"wrong_length", "wrong_index"}, moment
+        quarantine_damaged(lake, check_lake(lake, 1), NOW)
+        assert {f.code for f in check_lake(lake, 2)} <= {"quarantined", "temporary_file"}, moment
+        rows = Catalog.load(lake).frame.to_dicts()
+        assert len(rows) == 4, moment
+        for row in rows:
+            lake.read_window(row)
+    assert seen == {8, 6, 4}
+
+
+@pytest.mark.parametrize("folder", ["data", "versions", "commits"])
+def test_an_object_that_is_once_answered_as_absent_is_no_damage_to_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    real, missed = type(lake.store).read, []
+
+    def read(store: Store, path: str) -> bytes:
+        if path.startswith(f"{folder}/") and not missed:
+            missed.append(path)
+            raise FileNotFoundError(path)
+        return real(store, path)
+
+    monkeypatch.setattr(type(lake.store), "read", read)
+    findings = check_lake(lake, 2)
+    assert missed
+    assert quarantine_damaged(lake, findings, NOW) == ()
+    assert Catalog.load(lake).frame.height == 8
+
+
+def test_a_damaged_version_hides_no_fragment(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    cut("versions/*/*")(tmp_path)
+    findings = check_lake(lake, 2)
+    assert {f.code for f in findings if f.harmful} == {"version_unusable"}
+    assert quarantine_damaged(lake, findings, NOW) == ()
+
+
+def test_a_listing_that_is_behind_shows_no_absent_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=8)
+    real = type(lake.store).list
+    behind = [path for path in real(lake.store, "") if not path.startswith("data/")]
+    monkeypatch.setattr(type(lake.store), "list", lambda own, prefix: real(own, prefix) if prefix else behind)
+    assert check_lake(lake, 2) == ()

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from features.bfloat16 import float32_to_bf16
+from features.check import check_lake
 from features.errors import CorruptDataError, HeadMissingError
 from features.head_delta import HEADER_BYTES, can_delta, decode_delta, delta_link, encode_delta
 from features.head_store import FULL_HEADS, DeltaPolicy, head_path
 from features.heads import HeadSnapshot
 from features.lake import Lake
 from features.schema import FeatureDtype, HeadId
-from features.testing import TINY_TARGET, tiny_record
+from features.testing import TINY_LAYOUT, TINY_TARGET, commit_tiny, tiny_record, tiny_window
 
 V, H = 512, 64
 TARGET = replace(TINY_TARGET, vocab_size=V, hidden_size=H)
@@ -201,6 +202,28 @@ def test_a_lost_keyframe_is_named_and_putting_it_again_repairs_its_deltas(lake: 
         lake.head(ids[2])
     assert lake.put_head(bf16(weights()), delta=EVERY_SIZE) == ids[0]
     assert lake.head(ids[2]).head_id == ids[2]
+
+
+def test_a_lost_keyframe_is_named_by_every_level_of_fsck_and_no_version_is_registered_on_it(
+    lake: Lake,
+) -> None:
+    ids = put_versions(lake, 2)
+    for number in range(2):
+        windows = [
+            tiny_window(lake.head(ids[number]), version=number, layout=replace(TINY_LAYOUT, hidden_size=H))
+        ]
+        commit_tiny(lake, number, ids[number], windows)
+    assert lake.has_head(ids[1])
+    assert check_lake(lake, 2) == ()
+    (Path(lake.url) / head_path(ids[0])).unlink()
+    assert not lake.has_head(ids[1])
+    for level in (0, 1, 2):
+        findings = {f.path: f for f in check_lake(lake, level)}  # type: ignore[arg-type]
+        assert {f.code for f in findings.values()} == {"version_unusable"}
+        assert set(findings) == {"v000000000", "v000000001"}
+        assert all(ids[0] in finding.detail and finding.harmful for finding in findings.values())
+    with pytest.raises(HeadMissingError, match=f"a delta to head {ids[0]}"):
+        Lake.open(lake.url).register_version(tiny_record(ids[1], 7, target=lake.target))
 
 
 def test_a_keyframe_put_again_as_a_delta_to_a_later_one_still_serves(lake: Lake, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from features.errors import (
 from features.head_store import head_path
 from features.lake import Lake
 from features.schema import FeatureDtype, FragmentLayout, HeadId, SelectionFilter, TargetVersion
+from features.storage import Store
 from features.testing import (
     TINY_TARGET,
     commit_tiny,
@@ -104,7 +106,7 @@ def test_a_head_that_is_absent_cut_or_changed_is_never_used(tmp_path: Path) -> N
 
 def test_a_version_without_a_head_cannot_be_registered(tmp_path: Path) -> None:
     lake = Lake.init(str(tmp_path), TINY_TARGET)
-    with pytest.raises(HeadMissingError, match="Put the head before"):
+    with pytest.raises(HeadMissingError, match="Put that head before"):
         lake.register_version(tiny_record(HeadId("e" * 64)))
     assert lake.versions() == ()
 
@@ -168,6 +170,29 @@ commit_tiny(lake, 0, head.head_id, [tiny_window(head, sample=9)])
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
     assert len(reader.commit_paths()) == 2
     assert len(rows_of(reader)) == 3
+
+
+@pytest.mark.parametrize("array", ["aux", "final"])
+def test_a_shard_that_cannot_be_found_once_fails_the_read_and_is_read_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
+) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=1)
+    row = Catalog.load(lake).frame.to_dicts()[0]
+    before = lake.read_window(row)
+    real, missed = type(lake.store).opened, []
+
+    def opened(store: Store, path: str) -> Callable[[int, memoryview], None]:
+        if f"/{array}/" in path and not missed:
+            missed.append(path)
+            raise FileNotFoundError(path)
+        return real(store, path)
+
+    monkeypatch.setattr(type(lake.store), "opened", opened)
+    with pytest.raises(CorruptDataError, match=f"{array}/c/0/0"):
+        lake.read_window(row)
+    after = lake.read_window(row)
+    np.testing.assert_array_equal(after.aux, before.aux)
+    np.testing.assert_array_equal(after.final, before.final)
 
 
 @pytest.mark.parametrize("array", ["aux", "final"])

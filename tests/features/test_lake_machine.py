@@ -15,10 +15,11 @@ from features.catalog import Catalog
 from features.check import check_lake
 from features.compaction import compact, prune_commits
 from features.errors import PlanConflictError
-from features.gc import GcPolicy, apply_gc, plan_gc, survey
+from features.gc import GcPolicy, apply_gc, plan_gc
 from features.lake import Lake
 from features.retention import RetentionPolicy, apply_retention, fragment_facts, plan_retention
 from features.schema import SelectionFilter, TargetVersion
+from features.survey import survey
 from features.testing import TINY_TARGET, register_tiny_version, tiny_head, tiny_window
 from features.windows import Window
 from features.writer import WRITE_STEPS, CommitResult, write_fragment

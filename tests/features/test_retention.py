@@ -1,5 +1,6 @@
 """Retention decides from facts alone, keeps what anybody needs, and hides before anything is deleted."""
 
+import os
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -157,6 +158,14 @@ def test_given_up_versions_are_hidden_at_once_and_no_byte_is_deleted(lake: Lake,
     assert (again.empty, [d.version for d in again.versions]) == (True, [2])
 
 
+def test_progress_moves_by_pin_and_then_by_all_fragments_for_they_go_at_once(lake: Lake) -> None:
+    Catalog.load(lake).pin(lake)
+    policy = replace(KEEP_ONE, max_pin_age=timedelta(seconds=-1))
+    told: list[int] = []
+    apply_retention(lake, plan_for(lake, policy), now=NOW, reason="test", advance=told.append)
+    assert told == [1, 2]
+
+
 def test_two_runs_of_one_plan_make_one_tombstone(lake: Lake) -> None:
     plan = plan_for(lake)
     paths = {apply_retention(lake, plan, now=NOW + n * DAY, reason=f"run {n}") for n in range(2)}
@@ -298,7 +307,7 @@ apply_retention(lake, plan_retention(facts, RetentionPolicy(keep_versions=1), ()
 
 @pytest.mark.slow
 def test_retention_killed_at_any_moment_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
-    moments = kill_everywhere(PREPARE, ACT, tmp_path)
+    moments = kill_everywhere(PREPARE, ACT, tmp_path, every="DRAFTLAKE_SOAK" in os.environ)
     seen = set()
     for moment, folder in moments:
         lake = Lake.open(str(folder))

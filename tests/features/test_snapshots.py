@@ -119,7 +119,7 @@ def test_commits_after_a_snapshot_are_read_beside_it_and_covered_by_the_next(
     assert (second.snapshot.number, second.snapshot.parent, second.new_commits) == (2, 1, 2)
     pruned(lake, NOW + 9 * DAY)
     assert view(lake)[:2] == view(plain)[:2]
-    assert len(lake.store.list("snapshots")) == 3
+    assert len(lake.store.list("snapshots")) == 4
 
 
 def test_nothing_new_writes_nothing_and_few_commits_can_wait(lake: Lake, tmp_path: Path) -> None:
@@ -163,8 +163,42 @@ def test_opening_an_old_lake_takes_a_handful_of_requests(tmp_path: Path) -> None
     assert [call for call in calls if call[0] == "list"] == [
         ("list", name) for name in ("tombstones", "commits", "snapshots", "versions", "blobs")
     ]
-    # The snapshot's three objects and the one commit of the tail.
-    assert len(calls) == 9
+    # A look for a newer snapshot, the snapshot's three objects and the one commit of the tail.
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize("maintained", ["once", "twice"])
+@pytest.mark.parametrize("shown", ["nothing", "the first", "as before the last"])
+def test_a_listing_of_snapshots_that_is_behind_never_shows_too_little(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch, maintained: str, shown: str
+) -> None:
+    compacted(lake)
+    add(lake, 50)
+    before_last = lake.store.list("snapshots")
+    compacted(lake, NOW + DAY)
+    pruned(lake, NOW + 3 * DAY)
+    if maintained == "twice":
+        add(lake, 51)
+        before_last = lake.store.list("snapshots")
+        compacted(lake, NOW + 4 * DAY)
+        pruned(lake, NOW + 9 * DAY)
+    expected = view(lake)
+    assert markers(lake) == []
+    behind = {"nothing": [], "the first": ["snapshots/000000001.json"], "as before the last": before_last}[
+        shown
+    ]
+    real = type(lake.store).list
+    monkeypatch.setattr(
+        type(lake.store), "list", lambda own, prefix: behind if prefix == "snapshots" else real(own, prefix)
+    )
+    if maintained == "twice" and shown != "as before the last":
+        # What follows the first was pruned, so the newest cannot be found by name.
+        with pytest.raises(CorruptDataError, match="the listing is behind"):
+            view(lake)
+        with pytest.raises(CorruptDataError, match="is absent"):
+            write(Lake.open(lake.url), "plan", 50)
+    else:
+        assert view(lake) == expected
 
 
 def test_a_plan_is_found_again_after_its_marker_is_gone(lake: Lake) -> None:
@@ -289,7 +323,8 @@ def test_a_compactor_that_fails_after_any_step_changes_nothing_and_a_rerun_compl
     pruned(lake, NOW + 9 * DAY)
     assert view(lake) == before
     assert markers(lake) == []
-    assert len(lake.store.list("snapshots")) == 3  # leftovers are gone too
+    # Leftovers are gone too; of a superseded snapshot, the first one's marker stays.
+    assert len(lake.store.list("snapshots")) == (4 if step == "marker" else 3)
 
 
 PREPARE = """
@@ -324,7 +359,7 @@ def test_maintenance_killed_at_any_step_changes_nothing_and_a_rerun_completes(tm
         pruned(lake, NOW + 3 * DAY)
         assert view(lake) == expected, moment
         assert markers(lake) == [], moment
-        assert len(lake.store.list("snapshots")) == 3, moment
+        assert len(lake.store.list("snapshots")) == 4, moment
 
 
 def test_a_marker_whose_answer_was_lost_is_recognised(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
