@@ -28,11 +28,10 @@ from features.seals import check_seal, sealed
 from features.windows import Window, WindowMeta
 from features.zarr_layout import crc32c
 
-CODEC = "none"
-"""The only codec of format version 1: raw little-endian elements."""
-
 _COMMIT_NAME = re.compile(r"commits/v=(\d{9,})/([0-9a-z_-]+)\.(\d+)\.parquet")
 _SHARD_BYTES_KEY = "draftlake.shard_bytes."
+_SCALES_KEY = b"draftlake.aux_scales"
+_SCALES_CRC_KEY = b"draftlake.aux_scales_crc32c"
 # Sign and payload of an unknown logprob mean nothing: all of them are null on disk.
 _ONE_NAN = np.float32(np.nan)
 
@@ -102,6 +101,8 @@ class TokenTable:
     rows: tuple[TokenRow, ...]
     shard_bytes: Mapping[str, int]
     """Exact length of the shard object of each array."""
+    aux_scales: NDArray[np.float32] | None = None
+    """What each aux channel was divided by before it was encoded, ``[m * H]``; None when it was not."""
 
 
 def encode_commit(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -190,10 +191,19 @@ def check_commit(table: pa.Table, name: CommitName, target_id: str, *, where: st
             )
 
 
-def encode_tokens(windows: Sequence[Window], shard_bytes: Mapping[str, int]) -> bytes:
+def encode_tokens(
+    windows: Sequence[Window],
+    shard_bytes: Mapping[str, int],
+    aux_scales: NDArray[np.float32] | None = None,
+) -> bytes:
     """``tokens.arrow``: one row per window; the end of a sequence and unknown logprobs are null."""
     rows = [_token_fields(index, window) for index, window in enumerate(windows)]
-    metadata = {_SHARD_BYTES_KEY + name: str(size) for name, size in shard_bytes.items()}
+    metadata: dict[str | bytes, str | bytes] = {
+        _SHARD_BYTES_KEY + name: str(size) for name, size in shard_bytes.items()
+    }
+    if aux_scales is not None:
+        raw = aux_scales.astype("<f4").tobytes()
+        metadata |= {_SCALES_KEY: raw, _SCALES_CRC_KEY: str(crc32c(raw))}
     table = pa.Table.from_pylist(rows, TOKENS_SCHEMA).replace_schema_metadata(metadata)
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema) as writer:
@@ -218,12 +228,22 @@ def decode_tokens(raw: bytes, *, where: str) -> TokenTable:
         rows = tuple(_token_row(table, index) for index in range(table.num_rows))
         if table["window_index"].to_pylist() != list(range(table.num_rows)):
             raise ValueError("window_index does not count from 0")
+        scales = _aux_scales(metadata)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise CorruptDataError(
             f"{where} ({len(raw):,} bytes) is no complete token table: {error}. "
             f"Restore it from a copy, or collect the fragment again."
         ) from error
-    return TokenTable(rows, shard_bytes)
+    return TokenTable(rows, shard_bytes, scales)
+
+
+def _aux_scales(metadata: Mapping[bytes, bytes]) -> NDArray[np.float32] | None:
+    raw = metadata.get(_SCALES_KEY)
+    if raw is None:
+        return None
+    if crc32c(raw) != int(metadata[_SCALES_CRC_KEY]):
+        raise ValueError("the aux scales do not match their checksum")
+    return np.frombuffer(raw, "<f4").astype(np.float32)
 
 
 def window_meta(row: Mapping[str, Any]) -> WindowMeta:

@@ -6,15 +6,16 @@ reader is built from, so that all of them check the same and give the same windo
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from features.commits import CODEC, TokenRow, TokenTable, decode_tokens, window_meta
+from features import aux_codec
+from features.commits import TokenRow, TokenTable, decode_tokens, window_meta
 from features.errors import CorruptDataError, LakeContractError
-from features.schema import FORMAT_VERSION, NO_TOKEN, FeatureDtype, FragmentLayout
+from features.schema import FORMAT_VERSION, NO_TOKEN, AuxCodec, FeatureDtype, FragmentLayout
 from features.storage import Store
 from features.windows import Window, check_window
 from features.zarr_layout import SHARD_KEY, crc32c
@@ -25,6 +26,7 @@ Opener = Callable[[str], Callable[[int, memoryview], None]]
 """Like ``Store.opened``."""
 
 _CACHED_TABLES = 256
+_CODECS = tuple(codec.value for codec in AuxCodec)
 
 
 class Fragments:
@@ -54,7 +56,15 @@ class Fragments:
         Raises:
             CorruptDataError: an object is absent or cut, or the tokens are not those of ``row``.
         """
-        return tokens_of(self.table(row["data_prefix"]), row, url=self.store.url)
+        prefix, url = row["data_prefix"], self.store.url
+        try:
+            return tokens_of(self.table(prefix), row, url=url)
+        except CorruptDataError:
+            if not self.store.distrust(f"{prefix}/{TOKENS_FILE}"):
+                raise
+        with self._lock:
+            self._tables.pop(prefix, None)
+        return tokens_of(self.table(prefix), row, url=url)
 
     def rows(self, row: Mapping[str, Any], array: str) -> NDArray[Any]:
         """``aux`` or ``final`` rows of the window of a commit row, ``[num_rows, width]``, writable.
@@ -64,9 +74,9 @@ class Fragments:
         """
         start, stop = byte_range(row, array)
         data = np.empty(stop - start, np.uint8)
-        land(self.store.opened, shard_path(row["data_prefix"], array), start, data, url=self.store.url)
-        check_rows(data, row, array, url=self.store.url)
-        return rows_of(data, row, array)
+        land_checked(self.store, self.store.opened, row["row_offset"], data, [row], array)
+        scales = self.table(row["data_prefix"]).aux_scales
+        return rows_of(data, row, array, scales, url=self.store.url)
 
 
 def read_table(store: Store, data_prefix: str) -> TokenTable:
@@ -77,7 +87,7 @@ def read_table(store: Store, data_prefix: str) -> TokenTable:
     """
     path = f"{data_prefix}/{TOKENS_FILE}"
     try:
-        table = decode_tokens(store.read(path), where=f"{store.url}/{path}")
+        table = _read_tokens(store, path)
         for array, expected in table.shard_bytes.items():
             path = shard_path(data_prefix, array)
             found = store.size(path)
@@ -89,6 +99,16 @@ def read_table(store: Store, data_prefix: str) -> TokenTable:
     except FileNotFoundError as error:
         raise _absent(store.url, path) from error
     return table
+
+
+def _read_tokens(store: Store, path: str) -> TokenTable:
+    where = f"{store.url}/{path}"
+    try:
+        return decode_tokens(store.read(path), where=where)
+    except CorruptDataError:
+        if not store.distrust(path):
+            raise
+    return decode_tokens(store.read(path), where=where)
 
 
 def tokens_of(table: TokenTable, row: Mapping[str, Any], *, url: str) -> TokenRow:
@@ -116,11 +136,11 @@ def layout_of(row: Mapping[str, Any]) -> FragmentLayout:
     Raises:
         LakeContractError: it is in a form this program does not know.
     """
-    if row["schema_version"] > FORMAT_VERSION or row["codec"] != CODEC:
+    if row["schema_version"] > FORMAT_VERSION or row["codec"] not in _CODECS:
         raise LakeContractError(
             f"{row['data_prefix']}: written in format {row['schema_version']} with codec "
-            f"{row['codec']!r}; this program reads up to {FORMAT_VERSION} with {CODEC!r}. Upgrade "
-            f"draftlake."
+            f"{row['codec']!r}; this program reads up to {FORMAT_VERSION} with "
+            f"{', '.join(_CODECS)}. Upgrade draftlake."
         )
     return FragmentLayout(tuple(row["layer_ids"]), FeatureDtype(row["dtype"]), row["hidden_size"])
 
@@ -131,9 +151,17 @@ def shard_path(data_prefix: str, array: str) -> str:
 
 
 def row_bytes(row: Mapping[str, Any], array: str) -> int:
-    """Bytes of one row of ``aux`` or ``final`` in a commit row's fragment."""
-    layers = len(row["layer_ids"]) if array == "aux" else 1
-    return int(layers * row["hidden_size"] * FeatureDtype(row["dtype"]).itemsize)
+    """Bytes of one row of ``aux`` or ``final`` in a commit row's fragment.
+
+    Raises:
+        LakeContractError: it is in a form this program does not know.
+    """
+    dtype = FeatureDtype(row["dtype"])
+    if array == "final":
+        return int(row["hidden_size"]) * dtype.itemsize
+    if row["codec"] not in _CODECS:
+        layout_of(row)
+    return aux_codec.row_bytes(len(row["layer_ids"]) * row["hidden_size"], dtype, AuxCodec(row["codec"]))
 
 
 def byte_range(row: Mapping[str, Any], array: str) -> tuple[int, int]:
@@ -154,6 +182,44 @@ def land(opened: Opener, path: str, start: int, into: NDArray[np.uint8], *, url:
         raise _absent(url, path) from error
 
 
+def land_checked(
+    store: Store,
+    opened: Opener,
+    first_row: int,
+    into: NDArray[np.uint8],
+    rows: Collection[Mapping[str, Any]],
+    array: str,
+) -> None:
+    """:func:`land` windows of one fragment, and check each; bytes of a cache that are wrong are read again.
+
+    Args:
+        store: where the fragment is.
+        opened: as ``Store.opened``.
+        first_row: row of the array that ``into`` begins with.
+        into: filled.
+        rows: commit rows of the windows to check.
+        array: ``aux`` or ``final``.
+
+    Raises:
+        CorruptDataError: the object is absent or too short, or a checksum differs.
+    """
+    first = next(iter(rows))
+    path, width = shard_path(first["data_prefix"], array), row_bytes(first, array)
+
+    def attempt() -> None:
+        land(opened, path, first_row * width, into, url=store.url)
+        for row in rows:
+            begin = row["row_offset"] - first_row
+            check_rows(into[begin * width : (begin + row["num_rows"]) * width], row, array, url=store.url)
+
+    try:
+        attempt()
+    except CorruptDataError:
+        if not store.distrust(path):
+            raise
+        attempt()
+
+
 def check_rows(data: NDArray[np.uint8], row: Mapping[str, Any], array: str, *, url: str) -> None:
     """Refuse bytes that are not the ones a commit row was written with.
 
@@ -164,8 +230,28 @@ def check_rows(data: NDArray[np.uint8], row: Mapping[str, Any], array: str, *, u
         raise _checksum_error(f"{url}/{shard_path(row['data_prefix'], array)}", row)
 
 
-def rows_of(data: NDArray[np.uint8], row: Mapping[str, Any], array: str) -> NDArray[Any]:
-    """Stored bytes as ``[num_rows, width]``; shares memory with ``data``."""
+def rows_of(
+    data: NDArray[np.uint8],
+    row: Mapping[str, Any],
+    array: str,
+    aux_scales: NDArray[np.float32] | None,
+    *,
+    url: str,
+) -> NDArray[Any]:
+    """Stored bytes as ``[num_rows, width]``; shares memory with ``data``, unless they have to be decoded.
+
+    Raises:
+        CorruptDataError: they have to be decoded, and ``aux_scales`` of the fragment's token table are not theirs.
+    """
+    if array == "aux" and row["codec"] != AuxCodec.NONE:
+        width = len(row["layer_ids"]) * row["hidden_size"]
+        if aux_scales is None or len(aux_scales) != width:
+            raise CorruptDataError(
+                f"{url}/{row['data_prefix']}/{TOKENS_FILE} holds no scales for {width} aux channels, which codec "
+                f"{row['codec']!r} needs. Restore the object from a copy, or collect the fragment again."
+            )
+        encoded = data.reshape(row["num_rows"], row_bytes(row, array))
+        return aux_codec.decode(encoded, FeatureDtype(row["dtype"]), aux_scales)
     kind = np.dtype(FeatureDtype(row["dtype"]).numpy_name)
     width = row_bytes(row, array) // kind.itemsize
     stored = data.view(kind.newbyteorder("<")).reshape(row["num_rows"], width)

@@ -72,6 +72,15 @@ class FeatureDtype(StrEnum):
         return "uint16" if self is FeatureDtype.BFLOAT16 else "float32"
 
 
+class AuxCodec(StrEnum):
+    """How a fragment's aux features are stored; the final hidden state is always stored as it is."""
+
+    NONE = "none"
+    """Raw little-endian elements."""
+    INT8 = "int8-whitened-128"
+    """One byte per element (``features.aux_codec``), with an error that the commit states per window."""
+
+
 class Split(StrEnum):
     """Which rollout groups a selection takes. The split is by group, never by window."""
 
@@ -213,6 +222,7 @@ class ReadPlan:
 _NULLABLE = {
     "reward", "domain", "temperature", "top_p", "top_k", "acceptance_length", "acceptance_rate",
     "logprob_kind", "logprob_max_error", "logprob_mean_error", "logprob_tokens", "finish",
+    "sampling", "aux_error",
 }  # fmt: skip
 
 
@@ -261,6 +271,8 @@ COMMIT_SCHEMA = pa.schema(
         _field("top_p", pa.float32()),
         _field("top_k", pa.int32()),
         _field("finish", pa.string()),
+        _field("sampling", pa.string()),
+        _field("aux_error", pa.float32()),
     ]
 )
 """One row per window in a commit: everything a reader needs without opening the data."""

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 import pyarrow as pa
@@ -113,6 +113,13 @@ class Selection:
         for identity in _identities(self.rows):
             digest.update(canonical_json(identity) + b"\n")
         return digest.hexdigest()
+
+    def at(self, places: Sequence[int]) -> "Selection":
+        """The windows at ``places``, in that order; ``plan`` and ``duplicates`` stay those of the whole."""
+        if isinstance(self.rows, RowTable):
+            rows = RowTable(self.rows.table.take(pa.array(places, pa.int64())), len(places))
+            return replace(self, rows=rows)
+        return replace(self, rows=[self.rows[place] for place in places])
 
     def require_nonempty(self) -> "Selection":
         """The selection itself.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from features.errors import InputError
+from features.schema import AuxCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class StreamOptions:
     """What ``append`` does when ``max_bytes`` are held: wait for uploads, or drop the window and count it."""
     num_uploads: int = 2
     """Fragments on their way at once."""
+    aux_codec: AuxCodec = AuxCodec.NONE
+    """How aux features are stored; ``INT8`` halves them, and states per window what that lost."""
 
     def __post_init__(self) -> None:
         if not 0 < self.flush_bytes <= self.max_bytes or self.deadline_s <= 0 or self.num_uploads < 1:

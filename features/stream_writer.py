@@ -162,6 +162,11 @@ class StreamWriter:
             return replace(self._report, waiting=waiting, held_bytes=held)
 
     @property
+    def failure(self) -> BaseException | None:
+        """What an upload failed with; from then on nothing is taken."""
+        return self._error
+
+    @property
     def uncommitted(self) -> tuple[Window, ...]:
         """Windows taken and not known to be committed, in no particular order.
 
@@ -322,7 +327,7 @@ class StreamWriter:
         plan_id = plan_digest(self._lake.target.target_id, version, sources, self._sampling, layout)
         return write_fragment(
             self._lake, version=version, head_id=head_id, plan_id=plan_id, windows=windows,
-            writer_id=self._writer_id, on_step=self._on_step,
+            writer_id=self._writer_id, on_step=self._on_step, codec=self._options.aux_codec,
         )  # fmt: skip
 
     def _groups(self) -> list[_Group]:

@@ -33,6 +33,8 @@ class WindowMeta:
     top_p: float | None = None
     top_k: int | None = None
     finish: str | None = None
+    sampling: str | None = None
+    """How it was chosen: the policy's settings as canonical JSON."""
 
 
 @dataclass(frozen=True, slots=True)

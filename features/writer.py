@@ -14,14 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from features.commits import (
-    CODEC,
-    CommitName,
-    TokenRow,
-    encode_commit,
-    encode_tokens,
-    meta_fields,
-)
+from features import aux_codec
+from features.commits import CommitName, TokenRow, encode_commit, encode_tokens, meta_fields
 from features.digests import canonical_json
 from features.errors import (
     CorruptDataError,
@@ -33,13 +27,14 @@ from features.errors import (
 )
 from features.fragments import TOKENS_FILE
 from features.lake import Lake
-from features.schema import FORMAT_VERSION, FragmentLayout, HeadId, TargetVersion
+from features.schema import FORMAT_VERSION, AuxCodec, FragmentLayout, HeadId, TargetVersion
 from features.tombstones import FragmentName, is_hidden
 from features.windows import Window, check_window
 from features.zarr_layout import (
     ARRAY_FILE,
     GROUP_FILE,
     SHARD_KEY,
+    ByteDtype,
     ShardLayout,
     crc32c,
     group_metadata,
@@ -87,6 +82,7 @@ class _Fragment:
     plan_id: str
     writer_id: str
     windows: tuple[Window, ...]
+    codec: AuxCodec
 
     @property
     def layout(self) -> FragmentLayout:
@@ -97,13 +93,21 @@ class _Fragment:
         return sum(window.num_rows for window in self.windows)
 
     def shard(self, array: str) -> ShardLayout:
-        width = self.layout.aux_width if array == "aux" else self.layout.hidden_size
-        return ShardLayout.plan(self.num_rows, width, self.layout.dtype)
+        layout = self.layout
+        if array == "final" or self.codec is AuxCodec.NONE:
+            plain = layout.aux_width if array == "aux" else layout.hidden_size
+            return ShardLayout.plan(self.num_rows, plain, layout.dtype)
+        width = aux_codec.row_bytes(layout.aux_width, layout.dtype, self.codec)
+        return ShardLayout.plan(self.num_rows, width, ByteDtype.UINT8)
+
+    def stored_bytes(self, window: Window) -> int:
+        """Feature bytes of a window as stored."""
+        return window.num_rows * sum(self.shard(array).row_bytes for array in ARRAYS)
 
     def result(
         self, name: CommitName, write_uuid: str, outcome: Literal["committed", "duplicate_plan"]
     ) -> CommitResult:
-        nbytes = sum(window.aux.nbytes + window.final.nbytes for window in self.windows)
+        nbytes = sum(self.stored_bytes(window) for window in self.windows)
         return CommitResult(
             outcome,
             name.path,
@@ -148,11 +152,13 @@ def write_fragment(
     writer_id: str,
     attempt: int = 0,
     on_step: StepHook | None = None,
+    codec: AuxCodec = AuxCodec.NONE,
 ) -> CommitResult:
     """Commit windows of one target version as one fragment, or find them committed.
 
     ``attempt`` is where to start; an attempt that retention has fenced off is skipped.
-    ``on_step`` is told each finished storage step (:data:`WRITE_STEPS`).
+    ``on_step`` is told each finished storage step (:data:`WRITE_STEPS`). ``codec`` is how aux features
+    are stored; what it loses is stated in each window's commit row.
 
     Raises:
         VersionConflictError: windows or head belong to another version.
@@ -161,7 +167,7 @@ def write_fragment(
         PlanConflictError: the plan is committed with other tokens or masks.
         UnknownVersionError: the version is not registered.
     """
-    fragment = _checked(lake, _Fragment(version, head_id, plan_id, writer_id, tuple(windows)))
+    fragment = _checked(lake, _Fragment(version, head_id, plan_id, writer_id, tuple(windows), codec))
     while True:
         name = CommitName(version.number, plan_id, attempt)
         # Asked first, so that running a finished plan again moves no feature bytes.
@@ -243,19 +249,22 @@ def _write(
     attributes = _attributes(lake, fragment, name.attempt, write_uuid)
     _create_data(lake, f"{prefix}/{GROUP_FILE}", group_metadata({"draftlake": attributes}))
     on_step(f"data/{GROUP_FILE}")
-    checksums: dict[str, list[int]] = {}
+    encoded = aux_codec.encode_all([w.aux for w in fragment.windows], fragment.layout.dtype, fragment.codec)
+    columns: dict[str, Sequence[Any]] = {"aux_error": encoded.errors}
     for array in ARRAYS:
-        parts = [row_bytes_of(getattr(window, array)) for window in fragment.windows]
-        checksums[array] = [crc32c(part) for part in parts]
+        parts = encoded.rows if array == "aux" else [row_bytes_of(w.final) for w in fragment.windows]
+        columns[f"crc32c_{array}"] = [crc32c(part) for part in parts]
         shard = fragment.shard(array)
         _create_data(lake, f"{prefix}/{array}/{ARRAY_FILE}", shard.metadata())
         on_step(f"data/{array}/{ARRAY_FILE}")
         _create_data(lake, f"{prefix}/{array}/{SHARD_KEY}", shard.shard(b"".join(parts)))
         on_step(f"data/{array}/{SHARD_KEY}")
     shard_bytes = {array: fragment.shard(array).object_bytes for array in ARRAYS}
-    _create_data(lake, f"{prefix}/{TOKENS_FILE}", encode_tokens(fragment.windows, shard_bytes))
+    _create_data(
+        lake, f"{prefix}/{TOKENS_FILE}", encode_tokens(fragment.windows, shard_bytes, encoded.scales)
+    )
     on_step(f"data/{TOKENS_FILE}")
-    rows = _commit_rows(lake, fragment, name, write_uuid, prefix, checksums)
+    rows = _commit_rows(lake, fragment, name, write_uuid, prefix, columns)
     if lake.snapshots.committed(name) is not None:
         # Covered while this was written, and its marker may be gone already: the name is not free.
         return _judge(lake, fragment, name, own_uuid=write_uuid)
@@ -306,7 +315,13 @@ def _judge(
     found_uuid = str(rows[0]["write_uuid"])
     if found_uuid == own_uuid:
         return fragment.result(name, found_uuid, "committed")
-    stored = [lake.read_tokens(row) for row in rows]
+    try:
+        stored = [lake.read_tokens(row) for row in rows]
+    except CorruptDataError:
+        # Given up so long ago that its data and its tombstone are gone: then the newest snapshot says so.
+        if lake.snapshots.dropped(name):
+            return "fenced"
+        raise
     offered = [TokenRow.of(window) for window in fragment.windows]
     same = (
         len(rows) == len(offered)
@@ -339,6 +354,7 @@ def _attributes(lake: Lake, fragment: _Fragment, attempt: int, write_uuid: str) 
         "layer_ids": list(layout.layer_ids),
         "dtype": layout.dtype.value,
         "hidden_size": layout.hidden_size,
+        "codec": fragment.codec.value,
         "conventions": {
             "layer_id": "number of decoder blocks applied; 0 is the embedding output",
             "aux": "residual stream before any final norm; axis 1 is layer id ascending, then hidden",
@@ -354,7 +370,7 @@ def _commit_rows(
     name: CommitName,
     write_uuid: str,
     prefix: str,
-    checksums: Mapping[str, list[int]],
+    columns: Mapping[str, Sequence[Any]],
 ) -> list[dict[str, Any]]:
     layout, rows, offset = fragment.layout, [], 0
     for index, window in enumerate(fragment.windows):
@@ -375,10 +391,10 @@ def _commit_rows(
             "layer_ids": list(layout.layer_ids),
             "dtype": layout.dtype.value,
             "hidden_size": layout.hidden_size,
-            "codec": CODEC,
-            "nbytes": window.aux.nbytes + window.final.nbytes,
+            "codec": fragment.codec.value,
+            "nbytes": fragment.stored_bytes(window),
             "crc32c_tokens": TokenRow.of(window).crc32c,
-            **{f"crc32c_{array}": values[index] for array, values in checksums.items()},
+            **{column: values[index] for column, values in columns.items()},
         })  # fmt: skip
         offset += window.num_rows
     return rows

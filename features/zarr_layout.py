@@ -3,13 +3,15 @@
 Row ``r`` of an array starts at byte ``r * row_bytes`` of its shard object, so a window is one
 byte range and no index is read. The same object is a standard ``sharding_indexed`` chunk that
 any Zarr v3 tool opens. Every inner chunk is written, zeros too: an absent chunk is always a
-fault, and its fill value is NaN so that other tools do not show a fault as zeros.
+fault, and its fill value is NaN so that other tools do not show a fault as zeros. Encoded aux rows
+are bytes, which have no NaN: there a reader's checksums alone tell.
 
 Sources: Zarr v3 core specification; sharding-indexed codec v1.0; zarr-extensions ``bfloat16``.
 """
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import google_crc32c
@@ -18,6 +20,19 @@ from numpy.typing import NDArray
 
 from features.errors import CorruptDataError
 from features.schema import FeatureDtype
+
+
+class ByteDtype(StrEnum):
+    """Element type of rows that are encoded."""
+
+    UINT8 = "uint8"
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
+
+ElementDtype = FeatureDtype | ByteDtype
 
 GROUP_FILE = "zarr.json"
 ARRAY_FILE = "zarr.json"
@@ -34,12 +49,12 @@ class ShardLayout:
 
     num_rows: int
     width: int
-    dtype: FeatureDtype
+    dtype: ElementDtype
     inner_rows: int
     """Rows of an inner chunk; the last one is padded with zero rows, outside the array's shape."""
 
     @staticmethod
-    def plan(num_rows: int, width: int, dtype: FeatureDtype) -> "ShardLayout":
+    def plan(num_rows: int, width: int, dtype: ElementDtype) -> "ShardLayout":
         """Inner chunks of about 1 MiB, no larger than the array."""
         inner_rows = max(1, min(num_rows, _INNER_CHUNK_BYTES // (width * dtype.itemsize)))
         return ShardLayout(num_rows, width, dtype, inner_rows)
@@ -96,7 +111,7 @@ class ShardLayout:
             "data_type": self.dtype.value,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard_shape}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": "NaN",
+            "fill_value": 0 if isinstance(self.dtype, ByteDtype) else "NaN",
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {},
             "dimension_names": ["token", "feature"],
@@ -114,7 +129,9 @@ class ShardLayout:
             fields = json.loads(raw)
             inner = fields["codecs"][0]["configuration"]["chunk_shape"][0]
             num_rows, width = fields["shape"]
-            layout = ShardLayout(num_rows, width, FeatureDtype(fields["data_type"]), inner)
+            name = fields["data_type"]
+            dtype = ByteDtype(name) if name == ByteDtype.UINT8 else FeatureDtype(name)
+            layout = ShardLayout(num_rows, width, dtype, inner)
             same = json.loads(layout.metadata()) == fields
         except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as error:
             raise CorruptDataError(f"{where} is no array metadata ({error!r})") from error
