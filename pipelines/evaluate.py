@@ -46,15 +46,19 @@ def evaluate(job: EvalJob, ctx: RunContext) -> EvalReport:
 
     Raises:
         EmptySelectionError: no whole held-out sequence matches; parts of one cannot be walked.
-        InputError: the versions asked for are none, or no sequence was sampled in this mode.
+        InputError: the versions asked for are none, no sequence was sampled in this mode, or retention
+            gave up a fragment since it was selected.
     """
     from training.evaluate import evaluate_draft
+    from training.reading.lease import read_lease
 
     lake = Lake.open(job.lake)
     registry = Registry(lake.store, lake.target.target_id)
     selection = Catalog.load(lake, revision=job.revision).select(evaluation_filter(lake, job))
     _require_whole_sequences(selection)
-    with tempfile.TemporaryDirectory(prefix="draftlake-eval-") as scratch:
+    # Retention keeps what is read until the walk is over.
+    lease = read_lease(lake, selection, reader="eval", now=ctx.now)
+    with lease, tempfile.TemporaryDirectory(prefix="draftlake-eval-") as scratch:
         draft = registry.fetch(job.artifact, Path(scratch) / "draft")
         head = registry.channel(registry.manifest(job.artifact).method).head()
         baseline = job.baseline or (head.artifact if head else None)

@@ -14,6 +14,7 @@ from features.retention import fragment_names
 from features.schema import ReadPlan, SelectionFilter, Split, TargetVersion
 from pipelines.context import RunContext
 from pipelines.inspect import version_range
+from pipelines.narrowing import Narrowing
 from pipelines.progress import Advance
 from publish.registry import Registry
 from training.artifact import Document
@@ -36,6 +37,7 @@ class TrainJob(Spec):
     held_out_percent: Annotated[int, Field(ge=0, le=90)] = _SELECTION.held_out_percent
     verified_only: bool = True
     """Leave out windows whose logprobs could not be checked."""
+    narrowing: Narrowing = Narrowing()
     train: TrainSpec = TrainSpec()
 
 
@@ -108,8 +110,8 @@ def train(job: TrainJob, ctx: RunContext) -> TrainReport:
 
 
 def _select(catalog: Catalog, job: TrainJob) -> Selection:
-    wanted = SelectionFilter(
-        versions=version_range(job.first_version, job.stop_version),
+    wanted = job.narrowing.filter(
+        version_range(job.first_version, job.stop_version),
         split=Split.TRAIN,
         held_out_percent=job.held_out_percent,
         verified_only=job.verified_only,

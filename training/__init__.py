@@ -7,9 +7,9 @@ Where to go:
 - ``vocab``       draft vocabulary maps (``d2t`` offsets, ``t2d`` masks)
 - ``heads``       a version's frozen head and embedding as tensors
 - ``losses``      teacher distributions, losses, and sums that add up over processes
-- ``reader``      windows and heads of a selection, kept in memory between epochs
-- ``reading``     the same at speed: planned epochs for many ranks, read ahead, resumed exactly
-- ``batches``     windows to tensors, and the plan of an epoch
+- ``reading``     a selection's windows: planned epochs for many ranks, read ahead, leased meanwhile
+- ``feed``        heads, and batches of what was read, on the training device
+- ``batches``     windows to tensors
 - ``setup``       what is settled before the first step: layers, vocabulary map, parent
 - ``held_out``    was a draft trained on what it is to be measured on?
 - ``loop``        the training loop

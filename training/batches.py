@@ -5,9 +5,9 @@ another document. Shape legend: B = windows, R = rows of the longest, m = aux la
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from features.schema import TargetVersion
 from features.windows import Window
 from training.heads import FrozenHead, to_tensor
 from training.spec import MaskName
+
+if TYPE_CHECKING:
+    from training.reading.transfer import DeviceCopies
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +101,13 @@ def make_batch(
     layer_ids: Sequence[int],
     mask: MaskName = "sampled",
     device: torch.device | str = "cpu",
+    copies: "DeviceCopies | None" = None,
 ) -> DraftBatch:
-    """Pad windows into one batch on ``device``.
+    """Pad windows into one batch on ``device``, where ``heads`` are.
+
+    Args:
+        copies: sends features to ``device`` in their stored type and without waiting; None converts
+            them here first.
 
     Raises:
         DraftLayoutError: a window lacks one of ``layer_ids``.
@@ -113,42 +121,46 @@ def make_batch(
         supervised=torch.zeros(size, longest + 1, dtype=torch.bool),
         row_mask=torch.zeros(size, longest, dtype=torch.bool),
         starts=torch.tensor([w.meta.start for w in windows], dtype=torch.int64),
-        aux=torch.zeros(size, longest, len(layer_ids) * hidden),
-        final=torch.zeros(size, longest, hidden),
-        embeds=torch.zeros(size, longest, hidden),
+        aux=torch.zeros(size, longest, len(layer_ids) * hidden, device=device),
+        final=torch.zeros(size, longest, hidden, device=device),
+        embeds=torch.zeros(size, longest, hidden, device=device),
         heads=tuple(heads[v] for v in versions),
         head_of=tuple(versions.index(w.meta.version) for w in windows),
     )
     for b, window in enumerate(windows):
-        _fill_row(batch, b, window, layer_ids, mask)
-    return _to_device(batch, device)
+        _fill_tokens(batch, b, window, mask)
+        _fill_features(batch, b, window, layer_ids, copies)
+    names = ("token_ids", "token_mask", "supervised", "row_mask", "starts")
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in names})
 
 
-def _fill_row(batch: DraftBatch, b: int, window: Window, layer_ids: Sequence[int], mask: MaskName) -> None:
-    rows, recorded = window.num_rows, window.layout.layer_ids
-    where = f"sample {window.meta.sample_id!r} of {window.meta.version}"
-    columns = layer_columns(recorded, layer_ids, where=where)
+def _fill_tokens(batch: DraftBatch, b: int, window: Window, mask: MaskName) -> None:
+    rows = window.num_rows
     ids = torch.from_numpy(window.token_ids.astype(np.int64))
     present = ids >= 0
     batch.token_ids[b, : rows + 1] = ids.clamp_min(0)
     batch.token_mask[b, : rows + 1] = present
-    batch.supervised[b, : rows + 1] = supervision_mask(window, mask, where=where) & present
+    batch.supervised[b, : rows + 1] = supervision_mask(window, mask, where=_place(window)) & present
     batch.row_mask[b, :rows] = True
-    aux = window.aux
+
+
+def _fill_features(
+    batch: DraftBatch, b: int, window: Window, layer_ids: Sequence[int], copies: "DeviceCopies | None"
+) -> None:
+    rows, recorded = window.num_rows, window.layout.layer_ids
+    columns = layer_columns(recorded, layer_ids, where=_place(window))
+    stored = (window.aux, window.final)
+    aux, final = copies.copy(stored) if copies else map(to_tensor, stored)
     if columns != tuple(range(len(recorded))):
-        aux = aux.reshape(rows, len(recorded), -1)[:, list(columns)].reshape(rows, -1)
-    batch.aux[b, :rows] = to_tensor(aux)
-    batch.final[b, :rows] = to_tensor(window.final)
+        aux = aux.unflatten(-1, (len(recorded), -1))[:, list(columns)].flatten(-2)
+    batch.aux[b, :rows] = aux
+    batch.final[b, :rows] = final
     embedding = batch.heads[batch.head_of[b]].embedding
-    batch.embeds[b, :rows] = embedding[ids[:-1].to(embedding.device)].to("cpu")
+    batch.embeds[b, :rows] = embedding[batch.token_ids[b, :rows].to(embedding.device)]
 
 
-def _to_device(batch: DraftBatch, device: torch.device | str) -> DraftBatch:
-    if torch.device(device).type == "cpu":
-        return batch
-    names = ("token_ids", "token_mask", "supervised", "row_mask", "starts", "aux", "final", "embeds")
-    moved = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
-    return DraftBatch(**moved, heads=batch.heads, head_of=batch.head_of)
+def _place(window: Window) -> str:
+    return f"sample {window.meta.sample_id!r} of {window.meta.version}"
 
 
 def has_finite_features(window: Window) -> bool:
@@ -160,38 +172,3 @@ def has_finite_features(window: Window) -> bool:
         elif not bool(np.isfinite(array).all()):
             return False
     return True
-
-
-def plan_batches(
-    lengths: Sequence[int], *, batch_tokens: int, seed: int, epoch: int
-) -> list[tuple[int, ...]]:
-    """Split window indices into batches of similar length and at most ``batch_tokens`` padded rows.
-
-    A pure function of its arguments. Windows are shuffled, sorted by length within pools of
-    about eight batches (little padding, yet other neighbours each epoch), and the batches are
-    shuffled again. A window longer than ``batch_tokens`` goes alone.
-    """
-    if not lengths:
-        return []
-    rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(lengths))
-    mean = max(1.0, float(np.mean(lengths)))
-    pool = max(1, int(8 * batch_tokens / mean))
-    batches: list[tuple[int, ...]] = []
-    for first in range(0, len(order), pool):
-        members = sorted(order[first : first + pool].tolist(), key=lambda i: (lengths[i], i))
-        batches += _fill_batches(members, lengths, batch_tokens)
-    return [batches[i] for i in rng.permutation(len(batches))]
-
-
-def _fill_batches(members: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, ...]]:
-    batches: list[tuple[int, ...]] = []
-    current: list[int] = []
-    for index in members:
-        if current and (len(current) + 1) * lengths[index] > batch_tokens:
-            batches.append(tuple(current))
-            current = []
-        current.append(index)
-    if current:
-        batches.append(tuple(current))
-    return batches

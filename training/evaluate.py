@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from features.errors import InputError
 from features.windows import Window, WindowMeta
 from training.artifact import DraftArtifact, EvalReport, TauEstimate, TauMode, load_artifact
-from training.batches import plan_batches
 from training.bootstrap import bootstrap_tau, paired_gain
+from training.feed import Feed
 from training.held_out import check_held_out
 from training.methods import DRAFT_METHODS, DraftMethod
-from training.reader import DEFAULT_CACHE_BYTES, WindowReader
+from training.reading.reader import SelectionReader
+from training.reading.spec import ReadSpec
 from training.setup import check_layers, check_manifest, check_target
 from training.walk import Round, WalkCounts, decoded_spans, walk
 
@@ -66,9 +67,10 @@ def evaluate_draft(
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     device: torch.device | str = "cpu",
     methods: Mapping[str, DraftMethod] = DRAFT_METHODS,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> EvalReport:
     """Estimate tau of a draft, and its gain over a baseline on the same windows.
+
+    A caller beside whom retention may run holds a lease meanwhile (``training.reading.lease``).
 
     Args:
         k: draft tokens per round, the engine's ``num_speculative_tokens``.
@@ -80,16 +82,15 @@ def evaluate_draft(
         TargetMismatchError, DraftLayoutError: a draft does not fit the lake's target or features.
     """
     selection.require_nonempty()
-    reader = WindowReader(lake, selection.rows, device=device, cache_bytes=cache_bytes)
     skipped: Counter[str] = Counter()
-    usable = _usable_windows(selection.rows, reader, mode, skipped)
+    usable = _usable_windows(lake, selection.rows, mode, skipped)
     if not usable:
-        raise InputError(
-            f"none of {len(selection.rows)} windows can be walked in mode {mode!r}: {dict(skipped)}. "
-            f"Choose the mode these rollouts were sampled in, or select whole sequences."
-        )
+        raise _none_walked(selection, mode, skipped)
+    # Padded batches; a walk is the same in any order, so every walk takes that of epoch 0.
+    feed, how = Feed(lake, device), ReadSpec(batch_rows=batch_tokens, padded=True)
+    reader = SelectionReader(lake, selection.at(usable), how, allocate=feed.allocate)
 
-    def walked_by(folder: Path) -> tuple[str, list[WalkedWindow]]:
+    def walked_by(folder: Path, skipped: Counter[str]) -> tuple[str, list[WalkedWindow]]:
         artifact = load_artifact(folder)
         check_target(artifact, lake.target, where=str(folder))
         check_held_out(artifact, selection, lake, where=str(folder))
@@ -98,17 +99,24 @@ def evaluate_draft(
         method = _method_of(artifact, folder, methods)
         model = method.load(folder).to(device).eval()
         check_manifest(artifact, method, model, where=str(folder))
-        rounds = walk_windows(
-            reader, usable, method, model, layer_ids=layer_ids, k=k, batch_tokens=batch_tokens
-        )
+        rounds = walk_windows(reader, feed, method, model, layer_ids=layer_ids, k=k, skipped=skipped)
         return artifact.digest, list(rounds)
 
-    digest, walked = walked_by(draft_folder)
+    digest, walked = walked_by(draft_folder, skipped)
+    if not walked:
+        raise _none_walked(selection, mode, skipped)
     report = _report(selection, digest, walked, mode=mode, k=k, seed=seed, skipped=skipped)
     if baseline_folder is None:
         return report
-    baseline_digest, baseline = walked_by(baseline_folder)
+    baseline_digest, baseline = walked_by(baseline_folder, Counter())  # what it skips was counted above
     return _with_baseline(report, walked, baseline, baseline_digest, k, seed)
+
+
+def _none_walked(selection: "Selection", mode: TauMode, skipped: Mapping[str, int]) -> InputError:
+    return InputError(
+        f"none of {len(selection.rows)} windows can be walked in mode {mode!r}: {dict(skipped)}. "
+        f"Choose the mode these rollouts were sampled in, or select whole sequences."
+    )
 
 
 def _report(
@@ -165,9 +173,9 @@ def _method_of(artifact: DraftArtifact, folder: Path, methods: Mapping[str, Draf
 
 
 def _usable_windows(
-    rows: Sequence[Mapping[str, Any]], reader: WindowReader, mode: TauMode, skipped: Counter[str]
+    lake: "Lake", rows: Sequence[Mapping[str, Any]], mode: TauMode, skipped: Counter[str]
 ) -> list[int]:
-    """Indices of windows that can be walked; the others are counted by reason."""
+    """Indices of windows that can be walked, as far as their tokens say; the others are counted by reason."""
     if mode == "sampled-prob":
         raise InputError("mode 'sampled-prob' is not offered: engines draft by argmax; use 'sampled-onehot'")
     usable = []
@@ -177,12 +185,8 @@ def _usable_windows(
         sample = (row["target_version"], row["sample_id"])
         if reason is None and sample in walked:
             reason = "recorded_twice"  # with other layers or dtype: its rounds would count twice
-        if reason is None:
-            finite = reader.finite([index], skipped)
-            if not finite:
-                continue
-            if finite[0].sampled_mask[0]:
-                reason = "no_prompt"
+        if reason is None and lake.read_tokens(row).sampled_mask[0]:
+            reason = "no_prompt"
         if reason is None:
             walked.add(sample)
             usable.append(index)
@@ -204,20 +208,24 @@ def _skip_row(row: Mapping[str, Any], mode: TauMode) -> str | None:
 
 
 def walk_windows(
-    reader: WindowReader,
-    indices: Sequence[int],
+    reader: SelectionReader,
+    feed: Feed,
     method: DraftMethod,
     model: torch.nn.Module,
     *,
     layer_ids: Sequence[int],
     k: int,
-    batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    skipped: Counter[str],
 ) -> Iterator[WalkedWindow]:
-    """Walk whole-sequence windows, in batches of similar length."""
-    lengths = [reader.window(i).num_rows for i in indices]
-    for members in plan_batches(lengths, batch_tokens=batch_tokens, seed=0, epoch=0):
-        windows = [reader.window(indices[i]) for i in members]
-        batch = reader.batch(windows, layer_ids=layer_ids)
+    """Walk whole-sequence windows as they are read; those with NaN or infinity are counted and left out."""
+    for step in reader.read():
+        windows, nonfinite = feed.finite(step.indices, step.windows)
+        del step  # so that its memory is read into again
+        if nonfinite:
+            skipped["nonfinite_features"] += len(nonfinite)
+        if not windows:
+            continue
+        batch = feed.batch(windows, layer_ids=layer_ids)
         with torch.no_grad():
             proposals = method.propose(model, batch, k).cpu().numpy()
         for window, rows in zip(windows, proposals, strict=True):

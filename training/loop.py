@@ -1,7 +1,8 @@
 """The training loop: a selection and a spec in, a checked draft artifact out.
 
 Runs on one process or under ``accelerate launch``. Every loss is a sum over a count, totalled
-over processes before the division, so that how windows fall on processes does not matter.
+over processes before the division, so that how windows fall on processes does not matter. Which
+windows those are at each step is the reader's plan (``training.reading``), the same in every run.
 """
 
 import json
@@ -9,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -23,14 +24,16 @@ from torch import Tensor, nn
 from features.errors import TrainingFailedError
 from features.schema import TargetIdentity
 from training.artifact import DraftArtifact, TrainingManifest
-from training.batches import DraftBatch, plan_batches
+from training.batches import DraftBatch
 from training.export import Staging
+from training.feed import Feed
 from training.held_out import kept_out
 from training.losses import LossTerms
 from training.methods import DRAFT_METHODS, DraftMethod
 from training.numerics import deterministic_algorithms
 from training.provenance import package_versions
-from training.reader import DEFAULT_CACHE_BYTES, WindowReader
+from training.reading.reader import ReadStep, SelectionReader
+from training.reading.spec import Position, ReadSpec
 from training.setup import Census, Setup, find_method, prepare_model, take_census
 from training.spec import TrainSpec
 
@@ -79,9 +82,11 @@ def train_draft(
     parent: Path | None = None,
     on_progress: Callable[[Mapping[str, float]], None] | None = None,
     methods: Mapping[str, DraftMethod] = DRAFT_METHODS,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    read_threads: int | None = None,
 ) -> TrainResult:
     """Train a draft on a selection and write it to ``out``, which appears whole or not at all.
+
+    A caller beside whom retention may run holds a lease meanwhile (``training.reading.lease``).
 
     Args:
         target_config: the target's ``config.json``; sizes the spec leaves open come from it.
@@ -89,11 +94,12 @@ def train_draft(
             else the method's default. A warm start keeps its parent's.
         parent: draft folder to start from.
         on_progress: called after each step with its metrics.
-        cache_bytes: memory for keeping windows between epochs.
+        read_threads: reads under way at once, as ``ReadSpec.concurrency``; the outcome does not depend on it.
 
     Raises:
         EmptySelectionError: nothing is selected.
-        InputError: ``out`` holds a draft already, or the spec names an unknown method.
+        InputError: ``out`` holds a draft already, the spec names an unknown method, or there are fewer
+            windows than processes.
         DraftLayoutError: features, parent and spec do not fit each other.
         TrainingFailedError: no token is supervised, or too many steps were not finite.
     """
@@ -102,14 +108,19 @@ def train_draft(
     accelerator = Accelerator()
     with closing(Staging(out)) as staging:
         rows = selection.rows
-        reader = WindowReader(lake, rows, device=accelerator.device, cache_bytes=cache_bytes)
+        feed = Feed(lake, accelerator.device)
         with deterministic_algorithms(spec.deterministic, accelerator.device):
-            census = take_census(reader, rows, spec, method, lake.target.vocab_size)
+            census = take_census(lake, rows, spec, method)
             setup = prepare_model(
-                lake, rows, reader, spec, method, token_counts=census.token_counts,
+                lake, rows, feed, spec, method, token_counts=census.token_counts,
                 target_config=target_config, layer_ids=layer_ids, parent=parent,
             )  # fmt: skip
-            run = _Run(accelerator, reader, rows, census, spec, method, setup)
+            reader = SelectionReader(
+                lake, selection.at(census.usable), reading(spec, read_threads), allocate=feed.allocate,
+                rank=accelerator.process_index, world_size=accelerator.num_processes,
+            )  # fmt: skip
+            run = _Run(accelerator, reader, feed, spec, method, setup)
+            run.count_left_out(census, len(rows))
             if accelerator.is_main_process:
                 staging.open()
             for record in run.steps():
@@ -117,7 +128,7 @@ def train_draft(
                     staging.append_metrics(record)
                 if on_progress:
                     on_progress(record)
-            run.require_trained()
+            run.finish()
         manifest = make_manifest(
             lake.target, selection, spec, setup, steps=run.counts["steps"], tokens=run.tokens
         )
@@ -153,6 +164,11 @@ def make_manifest(
     )
 
 
+def reading(spec: TrainSpec, threads: int | None) -> ReadSpec:
+    """How a training run reads: padded batches, in an order that its own seed decides."""
+    return ReadSpec(batch_rows=spec.batch_tokens, padded=True, seed=spec.seed, concurrency=threads)
+
+
 def learning_rate_at(step: int, total: int, spec: TrainSpec) -> float:
     """Linear warm-up, then a cosine to zero at ``total``."""
     warm = math.ceil(spec.warmup_ratio * total)
@@ -167,37 +183,34 @@ class _Run:
     def __init__(
         self,
         accelerator: Accelerator,
-        reader: WindowReader,
-        rows: Sequence[Mapping[str, Any]],
-        census: Census,
+        reader: SelectionReader,
+        feed: Feed,
         spec: TrainSpec,
         method: DraftMethod,
         setup: Setup,
     ) -> None:
         self.counts: Counter[str] = Counter(steps=0, skipped_steps=0, nonfinite_rows=0)
-        self.counts["windows_recorded_twice"] = census.duplicates
-        self.counts["windows_without_supervised_tokens"] = len(rows) - len(census.usable) - census.duplicates
         self.tokens = 0
         self.metrics: list[dict[str, float]] = []
-        self._accelerator, self._reader, self._rows = accelerator, reader, rows
+        self._accelerator, self._reader, self._feed = accelerator, reader, feed
         self._spec, self._method, self._layer_ids = spec, method, setup.layer_ids
         loss_module = _LossModule(method, setup.model.to(accelerator.device).train(), spec)
         optimizer = torch.optim.AdamW(
             setup.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
         )
         self._loss, self._optimizer = accelerator.prepare(loss_module, optimizer)
-        self._usable = census.usable
-        self._plans = [self._plan(epoch) for epoch in range(spec.epochs)]
-        planned = sum(len(plan) for plan in self._plans)
+        self._nonfinite: set[int] = set()
+        plans = [reader.planner.plan(epoch) for epoch in range(spec.epochs)]
+        planned = sum(len(plan.steps) for plan in plans)
         self._total = min(planned, spec.max_steps or planned)
+        self._not_dealt = sum(len(plan.dropped) for plan in plans)
 
-    def _plan(self, epoch: int) -> list[tuple[int, ...]]:
-        """This process's batches; all processes get equally many (an empty one only adds zeros)."""
-        lengths = [int(self._rows[i]["num_rows"]) for i in self._usable]
-        spec, ranks, rank = self._spec, self._accelerator.num_processes, self._accelerator.process_index
-        batches = plan_batches(lengths, batch_tokens=spec.batch_tokens, seed=spec.seed, epoch=epoch)
-        batches += [()] * (-len(batches) % ranks)
-        return [tuple(self._usable[i] for i in batch) for batch in batches[rank::ranks]]
+    def count_left_out(self, census: Census, selected: int) -> None:
+        """Count windows that no step will see, by reason."""
+        self.counts["windows_recorded_twice"] = census.duplicates
+        self.counts["windows_without_supervised_tokens"] = selected - len(census.usable) - census.duplicates
+        if self._not_dealt:  # summed over epochs, each of which leaves out others
+            self.counts["window_reads_left_out_for_equal_steps"] = self._not_dealt
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Train, yielding each step's metrics."""
@@ -218,30 +231,32 @@ class _Run:
             yield record
 
     def _batches(self) -> Iterator[tuple[int, DraftBatch]]:
-        """Batches in plan order, the next one read while the last one trains."""
-        plan = [(epoch, indices) for epoch, batches in enumerate(self._plans) for indices in batches]
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            pending = pool.submit(self._read, *plan[0]) if plan else None
-            for number in range(len(plan)):
-                batch = pending.result() if pending else None
-                following = number + 1
-                pending = pool.submit(self._read, *plan[following]) if following < len(plan) else None
+        """Batches in plan order, the next one made while the last one trains."""
+        with closing(self._made()) as made, ThreadPoolExecutor(1, "draftlake-batch") as pool:
+            pending = pool.submit(next, made, None)
+            while (item := pending.result()) is not None:
+                pending = pool.submit(next, made, None)
+                yield item
+
+    def _made(self) -> Generator[tuple[int, DraftBatch]]:
+        for epoch in range(self._spec.epochs):
+            for step in self._reader.read(Position(epoch)):
+                batch = self._batch(step)
+                del step  # so that its memory is read into again
                 if batch is not None:
-                    yield plan[number][0], batch
+                    yield epoch, batch
 
-    def _read(self, epoch: int, indices: tuple[int, ...]) -> DraftBatch | None:
+    def _batch(self, step: ReadStep) -> DraftBatch | None:
         """A batch of the windows that are finite; None on a single process when none is."""
-        dropped: Counter[str] = Counter()
-        windows = self._reader.finite(indices, dropped)
-        if epoch == 0:
-            self.counts.update(dropped)
+        windows, nonfinite = self._feed.finite(step.indices, step.windows)
+        self._nonfinite.update(nonfinite)
         if windows:
-            return self._reader.batch(windows, layer_ids=self._layer_ids, mask=self._spec.mask)
-        return None if self._accelerator.num_processes == 1 else self._blank_batch()
+            return self._feed.batch(windows, layer_ids=self._layer_ids, mask=self._spec.mask)
+        return None if self._accelerator.num_processes == 1 else self._blank_batch(step)
 
-    def _blank_batch(self) -> DraftBatch:
+    def _blank_batch(self, step: ReadStep) -> DraftBatch:
         # Other processes step now, so this one must join in: real shapes, nothing supervised.
-        batch = self._reader.batch([self._reader.window(0)], layer_ids=self._layer_ids)
+        batch = self._feed.batch(step.windows[:1], layer_ids=self._layer_ids)
         return replace(
             batch,
             supervised=torch.zeros_like(batch.supervised),
@@ -304,10 +319,15 @@ class _Run:
             return value
         return self._accelerator.reduce(value, reduction="sum")
 
-    def require_trained(self) -> None:
-        """Raise :class:`TrainingFailedError` unless at least one step changed the weights."""
+    def finish(self) -> None:
+        """Total what each process left out; raise :class:`TrainingFailedError` unless a step changed the weights."""
+        num_windows = len(self._reader.planner.rows)
+        seen = torch.zeros(num_windows, device=self._accelerator.device)
+        seen[list(self._nonfinite)] = 1
+        if nonfinite := int((self._total_over_processes(seen) > 0).sum()):
+            self.counts["nonfinite_features"] = nonfinite
         if self.counts["steps"] == 0:
             raise TrainingFailedError(
-                f"no step was made over {len(self._rows)} windows: {dict(self.counts)}. "
+                f"no step was made over {num_windows} windows: {dict(self.counts)}. "
                 f"Look at the windows' features, or lower learning_rate."
             )

@@ -13,9 +13,9 @@ from features.errors import DraftLayoutError, InputError, TargetMismatchError, T
 from features.schema import TargetIdentity, TargetVersion
 from training.artifact import DraftArtifact, load_artifact
 from training.batches import layer_columns, supervision_mask
+from training.feed import Feed
 from training.held_out import kept_out_by
 from training.methods import DraftMethod
-from training.reader import WindowReader
 from training.spec import TrainSpec
 from training.vocab import VocabMap
 
@@ -48,7 +48,7 @@ def find_method(spec: TrainSpec, methods: Mapping[str, DraftMethod]) -> DraftMet
 def prepare_model(
     lake: "Lake",
     rows: Sequence[Mapping[str, Any]],
-    reader: WindowReader,
+    feed: Feed,
     spec: TrainSpec,
     method: DraftMethod,
     *,
@@ -74,7 +74,7 @@ def prepare_model(
     vocab = _build_vocab(lake.target, token_counts, spec, method)
     newest = TargetVersion(max(row["target_version"] for row in rows))
     model = method.build(
-        lake.target, target_config, spec.method, vocab, wanted, seed=spec.seed, head=reader.head(newest)
+        lake.target, target_config, spec.method, vocab, wanted, seed=spec.seed, head=feed.head(newest)
     )
     return Setup(model, wanted, None)
 
@@ -191,11 +191,7 @@ class Census:
 
 
 def take_census(
-    reader: WindowReader,
-    rows: Sequence[Mapping[str, Any]],
-    spec: TrainSpec,
-    method: DraftMethod,
-    vocab_size: int,
+    lake: "Lake", rows: Sequence[Mapping[str, Any]], spec: TrainSpec, method: DraftMethod
 ) -> Census:
     """Count supervised tokens over all windows.
 
@@ -203,7 +199,7 @@ def take_census(
         TrainingFailedError: there is not one: training would look successful and teach nothing.
         LakeContractError: the loss mask is asked for and a window has none.
     """
-    counts = np.zeros(vocab_size, np.int64)
+    counts = np.zeros(lake.target.vocab_size, np.int64)
     usable = []
     seen: set[tuple[int, str, int, int]] = set()
     for index, row in enumerate(rows):
@@ -211,13 +207,13 @@ def take_census(
         if span in seen:  # recorded again with other layers or dtype: it would weigh twice
             continue
         seen.add(span)
-        tokens = reader.tokens(index)
+        tokens = lake.read_tokens(row)
         where = f"sample {row['sample_id']!r} of version {row['target_version']}"
         mask = method.supervised_tokens(supervision_mask(tokens, spec.mask, where=where)).numpy()
         ids = tokens.token_ids[mask & (tokens.token_ids >= 0)]
         if len(ids):
             usable.append(index)
-            counts += np.bincount(ids, minlength=vocab_size)
+            counts += np.bincount(ids, minlength=lake.target.vocab_size)
     if not usable:
         raise TrainingFailedError(
             f"none of {len(rows)} windows holds a token that {method.name} could learn to predict (mask "

@@ -1,22 +1,26 @@
 """A toy target's windows and heads, and a lake in memory, for tests of draft training."""
 
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from features.heads import HeadSnapshot
+from features.lake import Lake
 from features.schema import (
     NO_TOKEN,
     FeatureDtype,
     FragmentLayout,
+    LakeRevision,
+    ReadPlan,
     SelectionFilter,
     TargetIdentity,
     TargetVersion,
 )
+from features.selection import Selection
+from features.testing import register_tiny_version
 from features.windows import Window, WindowMeta
+from features.writer import write_fragment
 
 HIDDEN, VOCAB, LAYERS = 16, 40, (1, 2, 3)
 TARGET_CONFIG = {
@@ -83,47 +87,53 @@ def make_window(
     )
 
 
-@dataclass
-class FakeLake:
-    """The parts of a lake that training reads."""
+class ToyLake(Lake):
+    """A lake in memory, of windows that a test may still change until it selects them."""
 
-    windows: list[Window]
-    heads: Mapping[int, HeadSnapshot] = field(default_factory=lambda: {v: make_head(v) for v in range(3)})
-    target: TargetIdentity = TARGET
-
-    def read_window(self, row: Mapping[str, Any]) -> Window:
-        """As ``Lake.read_window``."""
-        return self.windows[int(row["window_index"])]
-
-    def read_tokens(self, row: Mapping[str, Any]) -> Any:
-        """As ``Lake.read_tokens``: a window has the same arrays as a row of a token table."""
-        return self.windows[int(row["window_index"])]
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        heads: Mapping[int, HeadSnapshot] | None = None,
+        target: TargetIdentity = TARGET,
+    ) -> None:
+        """``heads`` are those of versions 0 to 2 when none are given."""
+        url = f"memory://toy-{uuid.uuid4().hex}"
+        super().__init__(Lake.init(url, target).store, target)
+        self.windows = list(windows)
+        self._selected = 0
+        self.heads = dict(heads) if heads is not None else {v: make_head(v) for v in range(3)}
+        self._head_ids = {v: register_tiny_version(self, v, head) for v, head in self.heads.items()}
 
     def has_revision(self, digest: str) -> bool:
-        """As ``Lake.has_revision``."""
+        """Whether it is the one that selections of this lake name."""
         return digest == "revision"
 
-    def head_of(self, version: TargetVersion) -> HeadSnapshot:
-        """As ``Lake.head_of``."""
-        return self.heads[version.number]
+    def select(self, wanted: SelectionFilter = SelectionFilter()) -> Selection:  # noqa: B008 - frozen
+        """Every window as it is, stored and in the order given, said to be what ``wanted`` asks for."""
+        self._selected += 1  # windows changed since are other data, so of another plan
+        commits = [self._stored(place, window) for place, window in enumerate(self.windows)]
+        return selection_of(self, commits, wanted)
 
-    def select(self, wanted: SelectionFilter = SelectionFilter()) -> Any:  # noqa: B008 - frozen
-        """Every window, in the order given, said to be what ``wanted`` asks for."""
-        rows = [_row(i, w) for i, w in enumerate(self.windows)]
-        return SimpleNamespace(
-            rows=rows,
-            filter=wanted,
-            digest="selection",
-            revision=SimpleNamespace(digest="revision"),
-            require_nonempty=lambda: None,
-        )
+    def _stored(self, place: int, window: Window) -> str:
+        done = write_fragment(
+            self, version=window.meta.version, head_id=self._head_ids[window.meta.version.number],
+            plan_id=f"toy-{self._selected}-{place}", windows=[window], writer_id="training.testing",
+        )  # fmt: skip
+        return done.commit_path
 
 
-def _row(place: int, window: Window) -> dict[str, Any]:
-    meta = window.meta
-    return {
-        "window_index": place, "data_prefix": "data", "sample_id": meta.sample_id, "group_id": meta.group_id,
-        "target_version": meta.version.number, "start": meta.start, "num_rows": window.num_rows,
-        "sequence_length": meta.sequence_length, "num_sampled": int(window.sampled_mask.sum()),
-        "layer_ids": list(window.layout.layer_ids), "temperature": meta.temperature, "domain": meta.domain,
-    }  # fmt: skip
+def selection_of(
+    lake: Lake,
+    commit_paths: Sequence[str],
+    wanted: SelectionFilter = SelectionFilter(),  # noqa: B008 - frozen
+) -> Selection:
+    """Every window of some commits, said to be what ``wanted`` asks for; needs no catalog."""
+    rows = [row for path in commit_paths for row in lake.read_commit(path).to_pylist()]
+    plan = ReadPlan(
+        windows=len(rows),
+        tokens=sum(row["num_rows"] for row in rows),
+        nbytes=sum(row["nbytes"] for row in rows),
+        versions=tuple(sorted({row["target_version"] for row in rows})),
+        heads_missing=(),
+    )
+    return Selection(wanted, LakeRevision("revision", len(commit_paths)), rows, plan, "toy windows")

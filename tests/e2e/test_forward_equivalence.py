@@ -21,8 +21,8 @@ from pipelines.demo.prompts import fresh_prompts
 from pipelines.demo.spec import DRAFT_ASSET, TARGET_ASSET, TARGET_ID
 from pipelines.start import init_lake
 from training.artifact import load_artifact
+from training.feed import Feed
 from training.methods import DRAFT_METHODS
-from training.reader import WindowReader
 from training.walk import walk
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -85,14 +85,14 @@ def our_proposals(
     collect(spec, RunContext())
     lake = Lake.open(lake_url)
     selection = Catalog.load(lake).select(SelectionFilter())
-    reader = WindowReader(lake, selection.rows)
+    feed = Feed(lake)
     artifact = load_artifact(DRAFT_ASSET)
     method = DRAFT_METHODS[artifact.manifest.method]
     model = method.load(DRAFT_ASSET).eval()
     proposals: dict[str, np.ndarray] = {}
-    for index in range(len(selection.rows)):
-        window = reader.window(index)
-        batch = reader.batch([window], layer_ids=artifact.manifest.layer_ids)
+    for row in selection.rows:
+        window = lake.read_window(row)
+        batch = feed.batch([window], layer_ids=artifact.manifest.layer_ids)
         with torch.no_grad():
             proposals[window.meta.sample_id] = method.propose(model, batch, K)[0].numpy()
     return [proposals[f"s{i}"] for i in range(len(prompts))]

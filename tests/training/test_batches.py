@@ -1,4 +1,4 @@
-"""Windows to tensors: types, padding, versions, and the plan of an epoch."""
+"""Windows to tensors: types, padding, versions."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import torch
 from features.bfloat16 import bf16_to_float32, float32_to_bf16
 from features.errors import DraftLayoutError, LakeContractError
 from features.schema import FeatureDtype, FragmentLayout, TargetVersion
-from training.batches import has_finite_features, make_batch, plan_batches, supervision_mask
+from training.batches import has_finite_features, make_batch, supervision_mask
 from training.heads import FrozenHead
 from training.testing import HIDDEN, LAYERS, make_head, make_window
 
@@ -72,27 +72,6 @@ def test_non_finite_features_are_seen_in_either_type(value: float, bf16: bool) -
     window.aux[3, 1] = value
     assert not has_finite_features(_bf16(window) if bf16 else window)
     assert has_finite_features(_bf16(make_window()) if bf16 else make_window())
-
-
-def test_the_plan_visits_every_window_once_and_keeps_the_budget() -> None:
-    lengths = np.random.default_rng(0).integers(5, 80, 200).tolist()
-    plan = plan_batches(lengths, batch_tokens=256, seed=1, epoch=0)
-    assert sorted(i for batch in plan for i in batch) == list(range(200))
-    assert all(len(b) * max(lengths[i] for i in b) <= 256 for b in plan)
-    padded = sum(len(b) * max(lengths[i] for i in b) for b in plan)
-    assert padded < 1.15 * sum(lengths), "similar lengths share a batch"
-
-
-def test_the_plan_depends_on_seed_and_epoch_alone() -> None:
-    lengths = list(range(10, 60))
-    first = plan_batches(lengths, batch_tokens=128, seed=3, epoch=1)
-    assert first == plan_batches(lengths, batch_tokens=128, seed=3, epoch=1)
-    assert first != plan_batches(lengths, batch_tokens=128, seed=3, epoch=2)
-    assert first != plan_batches(lengths, batch_tokens=128, seed=4, epoch=1)
-
-
-def test_a_window_longer_than_the_budget_goes_alone() -> None:
-    assert sorted(plan_batches([10, 500, 10], batch_tokens=64, seed=0, epoch=0)) == [(0, 2), (1,)]
 
 
 @pytest.mark.parametrize("tied", [True, False])

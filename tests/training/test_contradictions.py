@@ -19,10 +19,9 @@ from training.evaluate import evaluate_draft
 from training.export import Staging
 from training.loop import train_draft
 from training.methods.eagle3.method import EAGLE3
-from training.reader import WindowReader
 from training.setup import take_census
 from training.spec import Eagle3Spec, TrainSpec
-from training.testing import TARGET_CONFIG, FakeLake, make_window
+from training.testing import TARGET_CONFIG, ToyLake, make_window
 
 SPEC = TrainSpec(
     method=Eagle3Spec(ttt_steps=2, draft_vocab_size=24), batch_tokens=64, max_steps=1, save_dtype="float32"
@@ -36,13 +35,13 @@ def _windows(count: int = 4, **changes: Any) -> list[Any]:
 
 
 def _train(out: Path, wanted: SelectionFilter = SelectionFilter(), **kwargs: Any) -> Path:  # noqa: B008
-    lake = FakeLake(_windows())
+    lake = ToyLake(_windows())
     kwargs = {"spec": SPEC} | kwargs
     return train_draft(lake, lake.select(wanted), out=out, target_config=TARGET_CONFIG, **kwargs).folder
 
 
 def _evaluate(folder: Path, wanted: SelectionFilter = SelectionFilter(), **kwargs: Any) -> Any:  # noqa: B008
-    lake = FakeLake(_windows())
+    lake = ToyLake(_windows())
     return evaluate_draft(lake, lake.select(wanted), folder, k=3, mode="sampled-onehot", **kwargs)
 
 
@@ -114,7 +113,7 @@ def test_config_and_manifest_of_different_drafts_are_refused(
     """Ids 1, 2, 4 are recorded too: the walk would read them, the engine the others."""
     draft = _train(tmp_path / "a")
     edit(draft, file, **values)
-    lake = FakeLake(_windows(layers=(1, 2, 3, 4)))
+    lake = ToyLake(_windows(layers=(1, 2, 3, 4)))
     with pytest.raises(DraftLayoutError, match="layer_ids"):
         evaluate_draft(lake, lake.select(), draft, k=3, mode="sampled-onehot")
     with pytest.raises(DraftLayoutError, match="layer_ids"):
@@ -140,7 +139,7 @@ def test_a_sample_recorded_in_two_layouts_counts_once(tmp_path: Path) -> None:
     draft = _train(tmp_path / "a")
     once = _windows()
     again = [replace(w, layout=replace(w.layout)) for w in _windows(layers=(1, 2, 3, 4))]
-    single, double = FakeLake(once), FakeLake(once + again)
+    single, double = ToyLake(once), ToyLake(once + again)
     reports = [
         evaluate_draft(lake, lake.select(), draft, k=3, mode="sampled-onehot") for lake in (single, double)
     ]
@@ -162,7 +161,7 @@ def test_a_vocabulary_is_never_counted_from_damaged_tokens(tmp_path: Path) -> No
     names[0].write_bytes(contents[1])
     lake = Lake.open(lake.url)
     with pytest.raises(CorruptDataError):
-        take_census(WindowReader(lake, rows), rows, SPEC, EAGLE3, lake.target.vocab_size)
+        take_census(lake, rows, SPEC, EAGLE3)
 
 
 def test_two_runs_never_share_a_folder_and_a_dead_one_holds_none(tmp_path: Path) -> None:

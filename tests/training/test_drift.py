@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from training.drift import version_drift
-from training.testing import FakeLake, make_head, make_window
+from training.testing import ToyLake, make_head, make_window
 
 
-def _replayed(scale: float = 1.0, changed_tokens: bool = False) -> FakeLake:
+def _replayed(scale: float = 1.0, changed_tokens: bool = False) -> ToyLake:
     """One sample under v0, and again under v1 with states ``scale`` times as large."""
     old = make_window("s", length=10, prompt=3)
     meta = replace(old.meta, version=make_window(version=1).meta.version)
@@ -19,7 +19,7 @@ def _replayed(scale: float = 1.0, changed_tokens: bool = False) -> FakeLake:
     new = replace(
         old, meta=meta, token_ids=tokens, aux=old.aux * np.float32(scale), final=old.final * np.float32(scale)
     )
-    return FakeLake([old, new], heads={0: make_head(0), 1: make_head(0)})
+    return ToyLake([old, new], heads={0: make_head(0), 1: make_head(0)})
 
 
 def test_equal_versions_do_not_drift() -> None:
@@ -55,5 +55,5 @@ def test_another_answer_of_the_same_sample_is_not_compared() -> None:
 
 def test_neighbours_and_the_whole_span_are_measured() -> None:
     windows = [make_window("s", version=v) for v in range(3)]
-    lake = FakeLake(windows)
+    lake = ToyLake(windows)
     assert [(d.older, d.newer) for d in version_drift(lake, lake.select())] == [(0, 1), (0, 2), (1, 2)]

@@ -19,7 +19,7 @@ from training.heads import FrozenHead
 from training.loop import train_draft
 from training.methods.eagle3.method import EAGLE3
 from training.spec import Eagle3Spec, TrainSpec
-from training.testing import FakeLake
+from training.testing import ToyLake
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -104,7 +104,7 @@ def _train_on_greedy_rollouts(
         windows.append(_window(model, out[0].tolist(), len(prompt), f"s{i}"))
     head = head_from_checkpoint(root / "target")
     target = TargetIdentity("tiny", "LlamaForCausalLM", HIDDEN, 4, VOCAB, "none", "none")
-    lake = FakeLake(windows, {0: head}, target)
+    lake = ToyLake(windows, {0: head}, target)
     spec = TrainSpec(
         method=Eagle3Spec(ttt_steps=3, draft_vocab_size=draft_vocab), epochs=40, batch_tokens=128, learning_rate=3e-3,
         save_dtype="float32",

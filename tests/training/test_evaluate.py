@@ -8,15 +8,15 @@ import pytest
 
 from features.errors import InputError, TargetMismatchError
 from training.evaluate import evaluate_draft
+from training.feed import Feed
 from training.loop import train_draft
 from training.methods.eagle3.method import EAGLE3
 from training.methods.eagle3.reference import reference_propose
-from training.reader import WindowReader
 from training.spec import Eagle3Spec, TrainSpec
-from training.testing import LAYERS, TARGET, TARGET_CONFIG, FakeLake, make_window
+from training.testing import LAYERS, TARGET, TARGET_CONFIG, ToyLake, make_head, make_window
 
 
-def _lake(count: int = 10, *, first_seed: int = 0, **changes) -> FakeLake:
+def _lake(count: int = 10, *, first_seed: int = 0, **changes) -> ToyLake:
     windows = [
         make_window(
             f"s{i}", length=16, prompt=3, seed=first_seed + i, version=i % 2, group=f"g{i // 2}", predictable=True,
@@ -24,7 +24,7 @@ def _lake(count: int = 10, *, first_seed: int = 0, **changes) -> FakeLake:
         )
         for i in range(count)
     ]  # fmt: skip
-    return FakeLake(windows)
+    return ToyLake(windows)
 
 
 def _draft(out: Path, epochs: int) -> Path:
@@ -46,7 +46,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return _draft(root / "good", 60), _draft(root / "poor", 1)
 
 
-def _evaluate(lake: FakeLake, folder: Path, **kwargs):
+def _evaluate(lake: ToyLake, folder: Path, **kwargs):
     return evaluate_draft(lake, lake.select(), folder, **{"k": 3, "mode": "sampled-onehot"} | kwargs)
 
 
@@ -71,11 +71,11 @@ def test_parts_add_up_to_the_whole(drafts: tuple[Path, Path]) -> None:
 
 def test_rounds_equal_a_draft_that_runs_one_round_at_a_time(drafts: tuple[Path, Path]) -> None:
     lake, model, k = _lake(4), EAGLE3.load(drafts[0]), 3
-    reader = WindowReader(lake, lake.select().rows)
+    feed = Feed(lake)
     rounds = accepted = 0
     for index in range(4):
-        batch = reader.batch([reader.window(index)], layer_ids=LAYERS)
-        tokens = reader.window(index).token_ids[:-1].tolist()
+        batch = feed.batch([lake.windows[index]], layer_ids=LAYERS)
+        tokens = lake.windows[index].token_ids[:-1].tolist()
         newest = 3
         while newest < len(tokens) - 1:
             drafted = reference_propose(model, batch, 0, newest - 1, k)
@@ -123,11 +123,13 @@ def test_greedy_mode_walks_only_greedy_rollouts(drafts: tuple[Path, Path]) -> No
 
 
 def test_a_draft_of_another_target_is_refused(drafts: tuple[Path, Path]) -> None:
-    other = replace(_lake(2), target=replace(TARGET, vocab_size=64))
+    other = ToyLake(
+        _lake(2).windows, {v: make_head(v, vocab=64) for v in range(2)}, replace(TARGET, vocab_size=64)
+    )
     with pytest.raises(TargetMismatchError, match="vocab_size"):
         _evaluate(other, drafts[0])
 
 
 def test_evaluation_repeats_itself(drafts: tuple[Path, Path]) -> None:
     first = _evaluate(_lake(), drafts[0], baseline_folder=drafts[1])
-    assert first == _evaluate(_lake(), drafts[0], baseline_folder=drafts[1], batch_tokens=20, cache_bytes=0)
+    assert first == _evaluate(_lake(), drafts[0], baseline_folder=drafts[1], batch_tokens=20)

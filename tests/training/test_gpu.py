@@ -10,7 +10,7 @@ from training.heads import FrozenHead
 from training.loop import train_draft
 from training.methods.eagle3.method import EAGLE3
 from training.spec import Eagle3Spec, TrainSpec
-from training.testing import LAYERS, TARGET, TARGET_CONFIG, VOCAB, FakeLake, make_head, make_window
+from training.testing import LAYERS, TARGET, TARGET_CONFIG, VOCAB, ToyLake, make_head, make_window
 from training.vocab import VocabMap
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_a_deterministic_run_repeats_its_digest(tmp_path: Path, compute_dtype: s
     )
     digests = set()
     for name in ("a", "b"):
-        lake = FakeLake(_windows())
+        lake = ToyLake(_windows())
         result = train_draft(lake, lake.select(), spec, out=tmp_path / name, target_config=TARGET_CONFIG)
         digests.add(result.artifact.digest)
     assert len(digests) == 1

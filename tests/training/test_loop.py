@@ -21,7 +21,7 @@ from training.artifact import load_artifact
 from training.loop import learning_rate_at, train_draft
 from training.methods.eagle3.method import EAGLE3
 from training.spec import Eagle3Spec, TrainSpec
-from training.testing import TARGET, TARGET_CONFIG, FakeLake, make_window
+from training.testing import TARGET, TARGET_CONFIG, ToyLake, make_window
 
 SPEC = TrainSpec(
     method=Eagle3Spec(ttt_steps=3, draft_vocab_size=24), epochs=2, batch_tokens=64, learning_rate=2e-3,
@@ -29,8 +29,8 @@ SPEC = TrainSpec(
 )  # fmt: skip
 
 
-def _lake(count: int = 8, **changes) -> FakeLake:
-    return FakeLake(
+def _lake(count: int = 8, **changes) -> ToyLake:
+    return ToyLake(
         [
             make_window(f"s{i}", length=14, prompt=3, seed=i, version=i % 2, predictable=True, **changes)
             for i in range(count)
@@ -38,7 +38,7 @@ def _lake(count: int = 8, **changes) -> FakeLake:
     )
 
 
-def _train(lake: FakeLake, out: Path, spec: TrainSpec = SPEC, **kwargs):
+def _train(lake: ToyLake, out: Path, spec: TrainSpec = SPEC, **kwargs):
     return train_draft(lake, lake.select(), spec, out=out, target_config=TARGET_CONFIG, **kwargs)
 
 
@@ -49,11 +49,14 @@ def test_equal_inputs_give_equal_digests_and_another_seed_does_not(tmp_path: Pat
     assert first.artifact.weights_digest != other.artifact.weights_digest
 
 
-def test_the_digest_survives_a_smaller_cache_and_other_global_randomness(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_the_digest_survives_other_reading_threads_and_other_global_randomness(
+    tmp_path: Path, threads: int
+) -> None:
     first = _train(_lake(), tmp_path / "a")
     torch.manual_seed(1234)
     np.random.seed(99)
-    assert _train(_lake(), tmp_path / "b", cache_bytes=0).artifact.digest == first.artifact.digest
+    assert _train(_lake(), tmp_path / "b", read_threads=threads).artifact.digest == first.artifact.digest
 
 
 def test_a_predictable_target_is_learned(tmp_path: Path) -> None:
@@ -64,11 +67,13 @@ def test_a_predictable_target_is_learned(tmp_path: Path) -> None:
 
 
 def test_the_manifest_names_what_was_read(tmp_path: Path) -> None:
-    result = _train(_lake(), tmp_path / "a")
+    lake = _lake()
+    selection = lake.select()
+    result = train_draft(lake, selection, SPEC, out=tmp_path / "a", target_config=TARGET_CONFIG)
     manifest = load_artifact(result.folder).manifest
     assert (manifest.lake_revision, manifest.selection_digest, manifest.versions) == (
         "revision",
-        "selection",
+        selection.digest,
         (0, 1),
     )
     assert manifest.tokens == 2 * 8 * 11
@@ -91,7 +96,7 @@ def test_windows_without_supervised_tokens_are_dropped_and_change_nothing(tmp_pa
     clean = _train(lake, tmp_path / "a")
     blind = make_window("blind", prompt=3, seed=99)
     blind = replace(blind, sampled_mask=np.zeros_like(blind.sampled_mask))
-    result = _train(FakeLake([*lake.windows, blind]), tmp_path / "b")
+    result = _train(ToyLake([*lake.windows, blind]), tmp_path / "b")
     assert result.counts["windows_without_supervised_tokens"] == 1
     assert result.artifact.weights_digest == clean.artifact.weights_digest
 
@@ -104,7 +109,7 @@ def test_data_without_any_supervised_token_is_loud_and_leaves_nothing(tmp_path: 
         mask[1] = True
         windows = [replace(windows[0], sampled_mask=mask)]
     with pytest.raises(TrainingFailedError, match="none of 1 windows"):
-        _train(FakeLake(windows), tmp_path / "a")
+        _train(ToyLake(windows), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
@@ -146,7 +151,7 @@ def test_only_the_draft_s_own_tensors_are_trained_and_written(tmp_path: Path) ->
 
 
 def test_the_draft_vocabulary_comes_from_predicted_tokens_only(tmp_path: Path) -> None:
-    lake = FakeLake([make_window(tokens=[30, 31, 32, 33, 5, 5, 6, 6, 7, 9], prompt=4)])
+    lake = ToyLake([make_window(tokens=[30, 31, 32, 33, 5, 5, 6, 6, 7, 9], prompt=4)])
     spec = SPEC.model_copy(update={"method": Eagle3Spec(ttt_steps=2, draft_vocab_size=4)})
     result = _train(lake, tmp_path / "a", spec)
     tensors = load_file(result.folder / "model.safetensors")
@@ -178,7 +183,7 @@ def test_a_warm_start_refuses_another_vocabulary_layers_or_target(tmp_path: Path
         )
     with pytest.raises(DraftLayoutError, match="aux layers"):
         _train(_lake(), tmp_path / "b", parent=parent, layer_ids=(1, 2))
-    other = replace(_lake(), target=replace(TARGET, tokenizer_digest="other"))
+    other = ToyLake(_lake().windows, target=replace(TARGET, tokenizer_digest="other"))
     with pytest.raises(TargetMismatchError, match="tokenizer_digest"):
         _train(other, tmp_path / "b", parent=parent)
 

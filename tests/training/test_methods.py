@@ -18,7 +18,7 @@ from training.loop import train_draft
 from training.losses import LossTerms, masked_sum
 from training.methods import DRAFT_METHODS
 from training.spec import Eagle3Spec, MethodSpec, TrainSpec
-from training.testing import TARGET_CONFIG, FakeLake, make_window
+from training.testing import TARGET_CONFIG, ToyLake, make_window
 from training.vocab import VocabMap
 
 
@@ -99,7 +99,7 @@ def test_every_method_is_listed_under_its_own_name_with_its_own_spec(name: str) 
 
 def test_another_method_trains_and_evaluates_through_the_same_seam(tmp_path: Path) -> None:
     cycle = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5, 9, 2, 6]
-    lake = FakeLake([make_window(f"s{i}", tokens=cycle, prompt=2, seed=i) for i in range(4)])
+    lake = ToyLake([make_window(f"s{i}", tokens=cycle, prompt=2, seed=i) for i in range(4)])
     spec = TrainSpec(method=BigramSpec(), epochs=30, learning_rate=0.1, save_dtype="float32")
     result = train_draft(
         lake, lake.select(), spec, out=tmp_path / "a", target_config=TARGET_CONFIG, methods=METHODS
@@ -110,7 +110,7 @@ def test_another_method_trains_and_evaluates_through_the_same_seam(tmp_path: Pat
 
 
 def test_a_method_outside_the_table_is_refused_with_the_list(tmp_path: Path) -> None:
-    lake = FakeLake([make_window()])
+    lake = ToyLake([make_window()])
     with pytest.raises(InputError, match="'bigram'; known: eagle3"):
         train_draft(
             lake,

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,14 @@ from features.catalog import Catalog
 from features.errors import InputError
 from features.lake import Lake
 from features.schema import SelectionFilter
-from features.testing import tiny_lake
+from features.testing import (
+    TINY_TARGET,
+    commit_tiny,
+    register_tiny_version,
+    tiny_head,
+    tiny_lake,
+    tiny_window,
+)
 from training.reading.dataset import WindowDataset, window_loader
 from training.reading.reader import SelectionReader
 from training.reading.spec import Position, ReadSpec
@@ -149,66 +157,43 @@ def test_page_locked_memory_without_an_accelerator_is_refused(lake: Lake) -> Non
         dataset_of(lake, pin_memory=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_page_locked_slabs_give_the_same_items(lake: Lake) -> None:
-    assert items_here(dataset_of(lake, pin_memory=True)) == items_here(dataset_of(lake))
-    step = next(iter(dataset_of(lake, pin_memory=True)))
-    assert torch.from_numpy(step.windows[0].aux).is_pinned()
+@pytest.fixture
+def s3() -> Iterator[Any]:
+    pytest.importorskip("s3fs")
+    testing_s3 = pytest.importorskip("features.testing_s3")
+    with testing_s3.ServedS3() as server:
+        yield server
 
 
 @pytest.fixture
-def s3_lake() -> Iterator[tuple[str, dict[str, Any]]]:
-    s3fs = pytest.importorskip("s3fs")
-    moto_server = pytest.importorskip("moto.server")
-    from features.testing import TINY_TARGET, commit_tiny, register_tiny_version, tiny_head, tiny_window
-
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {
-        "key": "x", "secret": "hunter2", "client_kwargs": {"region_name": "us-east-1"},
-        "endpoint_url": f"http://{host}:{port}",
-    }  # fmt: skip
-    s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket="loaders")
-    lake = Lake.init("s3://loaders/lake", TINY_TARGET, **options)
+def s3_lake(s3: Any) -> tuple[str, dict[str, Any]]:
+    options = s3.options() | {"secret": "hunter2"}
+    lake = Lake.init(s3.make_bucket("loaders") + "/lake", TINY_TARGET, **options)
     head = tiny_head()
     head_id = register_tiny_version(lake, 0, head)
     for first in (0, 4):
         commit_tiny(lake, 0, head_id, [tiny_window(head, sample=first + i) for i in range(4)])
-    yield lake.url, options
-    server.stop()
+    return lake.url, options
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize(("order", "data_requests"), [("random", 2 * 8), ("stream", 2 * 2)])
 def test_s3_is_asked_once_per_window_and_array_or_once_per_part_and_array(
-    s3_lake: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, order: Any, data_requests: int
+    s3: Any, s3_lake: tuple[str, dict[str, Any]], order: Any, data_requests: int
 ) -> None:
-    import s3fs
-
     url, options = s3_lake
     lake = Lake.open(url, **options)
     selection = Catalog.load(lake).select(SelectionFilter())
     lake.versions()
-    asked: list[tuple[str, bool]] = []
-    call_s3 = s3fs.S3FileSystem._call_s3
-
-    async def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        asked.append((method, "Range" in kwargs))
-        return await call_s3(self, method, *args, **kwargs)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
     spec = ReadSpec(batch_rows=12, order=order)
     for epoch in range(2):
+        s3.reset()
         for step in SelectionReader(lake, selection, spec).read(Position(epoch)):
             for index, window in zip(step.indices, step.windows, strict=True):
                 assert window.meta.sample_id == selection.rows[index]["sample_id"]
-        assert asked.count(("get_object", True)) == data_requests
-        # Once per fragment: the token table, and the lengths of both shard objects.
-        assert asked.count(("get_object", False)) == 2
-        assert len(asked) == data_requests + 2 * 3
-        asked.clear()
+        asked = Counter((request.kind, "range" in request.headers) for request in s3.requests)
+        # Beside the data, once per fragment: the token table, and the lengths of both shard objects.
+        assert asked == {("GET", True): data_requests, ("GET", False): 2, ("HEAD", False): 2 * 2}
 
 
 @pytest.mark.s3

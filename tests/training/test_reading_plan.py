@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from features.errors import InputError
+from features.schema import AuxCodec
 from training.reading.plan import EpochPlan, buffer_shuffled, plan_epoch, streams
 from training.reading.spec import Position, ReadSpec, decode_state, encode_state
 from training.reading.table import WindowTable, cut_parts
@@ -27,7 +28,7 @@ def make_table(lengths: list[int], *, per_fragment: int = 8, row_bytes: int = 64
             offset = 0
         rows.append({
             "data_prefix": f"data/{place // per_fragment:03d}", "row_offset": offset, "num_rows": length,
-            "layer_ids": [1], "hidden_size": row_bytes // 4, "dtype": "bfloat16",
+            "layer_ids": [1], "hidden_size": row_bytes // 4, "dtype": "bfloat16", "codec": AuxCodec.NONE,
         })  # fmt: skip
         offset += length
     return WindowTable.of(rows)
@@ -47,13 +48,14 @@ LENGTHS = np.random.default_rng(0).integers(4, 33, 300).tolist()
     world_size=st.integers(1, 4),
     lanes=st.integers(1, 3),
     order=st.sampled_from(["random", "stream"]),
+    padded=st.booleans(),
     batch_rows=st.integers(8, 120),
     epoch=st.integers(0, 3),
 )
 def test_ranks_take_equal_steps_and_share_no_window(
-    lengths: list[int], world_size: int, lanes: int, order: Any, batch_rows: int, epoch: int
+    lengths: list[int], world_size: int, lanes: int, order: Any, padded: bool, batch_rows: int, epoch: int
 ) -> None:
-    spec = replace(SPEC, order=order, lanes=lanes, batch_rows=batch_rows)
+    spec = replace(SPEC, order=order, lanes=lanes, padded=padded, batch_rows=batch_rows)
     plans = plans_of(make_table(lengths), spec, world_size, epoch)
     assert len({len(plan.steps) for plan in plans}) == 1
     assert len({plan.dropped for plan in plans}) == 1
@@ -62,7 +64,10 @@ def test_ranks_take_equal_steps_and_share_no_window(
     assert read == Counter(range(len(lengths))), "every window is read once, or named as left out"
     for plan in plans:
         assert all(len(step) > 0 for step in plan.steps)
-        assert all(len(step) == 1 or sum(lengths[i] for i in step) <= batch_rows for step in plan.steps)
+        counted = [
+            [max(lengths[i] for i in step) if padded else lengths[i] for i in step] for step in plan.steps
+        ]
+        assert all(len(step) == 1 or sum(step) <= batch_rows for step in counted)
     if order == "random":
         assert len(plans[0].dropped) < 2 * world_size * lanes
 
@@ -76,8 +81,25 @@ def test_ranks_read_about_as_many_tokens(order: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["random", "stream"])
-def test_the_order_depends_on_seed_and_epoch_alone(order: Any) -> None:
-    table, spec = make_table(LENGTHS), replace(SPEC, order=order)
+def test_padded_steps_hold_windows_of_similar_length(order: Any) -> None:
+    spec = replace(SPEC, order=order, batch_rows=256)
+    padding = {}
+    for padded in (False, True):
+        plan = plan_epoch(make_table(LENGTHS), replace(spec, padded=padded), epoch=0)
+        assert sorted(i for step in plan.steps for i in step) == list(range(len(LENGTHS)))
+        padding[padded] = sum(len(step) * max(LENGTHS[i] for i in step) for step in plan.steps) / sum(LENGTHS)
+    assert padding[True] < 1.15 < 1.4 < padding[False]
+
+
+def test_a_window_longer_than_a_padded_step_goes_alone() -> None:
+    plan = plan_epoch(make_table([10, 500, 10]), replace(SPEC, padded=True), epoch=0)
+    assert sorted(tuple(sorted(step)) for step in plan.steps) == [(0, 2), (1,)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("order", ["random", "stream"])
+def test_the_order_depends_on_seed_and_epoch_alone(order: Any, padded: bool) -> None:
+    table, spec = make_table(LENGTHS), replace(SPEC, order=order, padded=padded)
     first = plan_epoch(table, spec, epoch=0)
     assert plan_epoch(table, spec, epoch=0) == first
     assert plan_epoch(table, spec, epoch=1) != first

@@ -9,7 +9,10 @@ Where to go:
 - ``caches``   token tables and open files, kept between reads
 - ``landing``  bytes from the store into slabs, checked as they land
 - ``reader``   the pipeline: reads ahead, yields steps
-- ``dataset``  the same as a PyTorch ``IterableDataset``, for loader processes; the only part that needs torch
+- ``lease``    what retention must leave alone meanwhile
+- ``dataset``  the same as a PyTorch ``IterableDataset``, for loader processes
+- ``transfer`` page-locked memory and asynchronous copies to an accelerator
 
-``training.reader`` reads windows one by one, for loops that visit them in an order of their own.
+Only ``dataset`` and ``transfer`` need torch. The slow and readable reference of what is read is
+``Lake.read_window``: windows are equal to its, bit for bit.
 """

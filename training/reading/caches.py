@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from features.commits import TokenTable
-from features.fragments import read_table
+from features.fragments import TOKENS_FILE, read_table
 from features.storage import Store
 
 TOKEN_TABLE_BYTES = 256 * 2**20
@@ -49,6 +49,20 @@ class TokenTables:
                 oldest, _ = self._tables.popitem(last=False)
                 self._kept_bytes -= self._sizes.pop(oldest, 0)
         return self._tables[data_prefix]
+
+    def again(self, data_prefix: str, wrong: KnownTable) -> KnownTable | None:
+        """Another table than ``wrong``, whose tokens are not those of a commit; None when there is no other."""
+        current = self._tables.get(data_prefix)
+        if current is not None and current.done() and (known := current.result()) is not wrong:
+            return known
+        if not self._store.distrust(f"{data_prefix}/{TOKENS_FILE}"):
+            return None
+        with self._lock:
+            self._kept_bytes -= self._sizes.pop(data_prefix, 0)
+        read: Future[KnownTable] = Future()
+        read.set_result(self._read(data_prefix))
+        self._tables[data_prefix] = read
+        return read.result()
 
     def forget_failures(self) -> None:
         """Drop what was given up or failed, so that the next read asks again."""

@@ -18,9 +18,10 @@ from features.errors import InputError
 from features.lake import Lake
 from features.selection import Selection
 from features.windows import Window
+from training.reading.lease import read_lease
 from training.reading.reader import Planner, ReadStep, SelectionReader
-from training.reading.slabs import Bytes
 from training.reading.spec import Position, ReadSpec
+from training.reading.transfer import pinned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,7 @@ class WindowDataset(IterableDataset["LoadedStep"]):
 
     The items come in the same order whatever the number of loader processes. To resume exactly,
     keep the ``state`` of the last item that was *used*; what loaders had read ahead is read again.
+    While it is iterated over it holds a lease, so that retention keeps what it reads.
     """
 
     def __init__(
@@ -84,14 +86,19 @@ class WindowDataset(IterableDataset["LoadedStep"]):
                 "Use training.reading.dataset.window_loader, or DataLoader(..., "
                 "multiprocessing_context='spawn')."
             )
+        lake = Lake.open(self._url, **self._options)
+        with read_lease(lake, self._selection, reader=f"loader of rank {self._planner.rank}"):
+            yield from self._steps(lake, worker)
+
+    def _steps(self, lake: Lake, worker: Any) -> Iterator["LoadedStep"]:
         turn, turns = (worker.id, worker.num_workers) if worker else (0, 1)
         reader = SelectionReader(
-            Lake.open(self._url, **self._options),
+            lake,
             self._selection,
             self._planner.spec,
             rank=self._planner.rank,
             world_size=self._planner.world_size,
-            allocate=_pinned if self._pin_memory and not worker else None,
+            allocate=pinned if self._pin_memory and not worker else None,
         )
         start = self._start
         while start.epoch < self._epochs:
@@ -199,9 +206,3 @@ def _view(
 
 def _padded(array: NDArray[Any]) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pinned(nbytes: int) -> Bytes:
-    """Page-locked memory; lives as long as the array does."""
-    memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return memory

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from features.commits import TokenRow
+from features.errors import CorruptDataError
 from features.fragments import (
     assemble,
-    check_rows,
-    land,
+    land_checked,
     row_bytes,
     rows_of,
-    shard_path,
     tokens_of,
 )
 from features.storage import LocalStore
@@ -92,27 +92,38 @@ class Landing:
         row, known = part.rows[index], part.tokens.result()
         aux, final = (
             rows_of(
-                _slice(part.arrays[array].result()[array], row, part.begin, part.widths[array]), row, array
+                _slice(part.arrays[array].result()[array], row, part.begin, part.widths[array]),
+                row,
+                array,
+                known.table.aux_scales,
+                url=self._lake.url,
             )
             for array in ARRAYS
         )
         if index in known.checked:  # by an earlier epoch of this reader
             return assemble(row, known.table.rows[row["window_index"]], aux, final, vocab_size=None)
-        tokens = tokens_of(known.table, row, url=self._lake.url)
+        known, tokens = self._tokens(known, row)
         window = assemble(row, tokens, aux, final, vocab_size=self._lake.target.vocab_size)
         known.checked.add(index)
         return window
 
+    def _tokens(self, known: KnownTable, row: Mapping[str, Any]) -> tuple[KnownTable, TokenRow]:
+        """A window's tokens, and the table they are from: another one when ``known`` was a cache's and wrong."""
+        try:
+            return known, tokens_of(known.table, row, url=self._lake.url)
+        except CorruptDataError:
+            other = self.tables.again(row["data_prefix"], known)
+            if other is None:
+                raise
+        return other, tokens_of(other.table, row, url=self._lake.url)
+
     def _land(
         self, widths: Mapping[str, int], rows: Mapping[int, Mapping[str, Any]], begin: int, count: int
     ) -> dict[str, Bytes]:
-        landed, url = {}, self._lake.url
+        landed = {}
         for array, width in widths.items():
             data = self._slabs.take(count * width)
-            path = shard_path(next(iter(rows.values()))["data_prefix"], array)
-            land(self._objects.opened, path, begin * width, data, url=url)
-            for row in rows.values():
-                check_rows(_slice(data, row, begin, width), row, array, url=url)
+            land_checked(self._lake.store, self._objects.opened, begin, data, rows.values(), array)
             landed[array] = data
         return landed
 

@@ -1,6 +1,7 @@
 """Which rank reads which windows at which step. A pure function of selection, spec, epoch and ranks.
 
-The windows of an epoch form one order, which is filled into groups of at most ``batch_rows`` rows.
+The windows of an epoch form one order, which is filled into groups of at most ``batch_rows`` rows,
+padding included where a batch is padded.
 Each lane of each rank gets as many consecutive groups, some of them split where that is needed to
 come out even, so that all ranks take the same number of steps with about as many rows. Nothing is
 read twice. What cannot be dealt evenly (a few windows, others each epoch) is left out and named.
@@ -16,6 +17,10 @@ from training.reading.spec import STREAM_BELOW_BYTES, ReadSpec
 from training.reading.table import Index, WindowTable, cut_parts
 
 Step = tuple[int, ...]
+
+POOL_STEPS = 8
+"""Steps' worth of windows that are sorted by length together where steps are padded: little padding, yet
+other neighbours in each epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,10 @@ def plan_epoch(
     rng = np.random.default_rng([spec.seed, epoch])
     streaming = streams(table, spec)
     order = _shuffled_parts(table, spec, rng) if streaming else rng.permutation(len(table))
-    shards, dropped = deal(fill(order, table.num_rows, spec.batch_rows), num_shards)
+    # What is streamed is filled again behind the buffers; here it is only shared out, by its rows.
+    padded = spec.padded and not streaming
+    groups = fill_padded(order, table, spec, rng) if padded else fill(order, table.num_rows, spec.batch_rows)
+    shards, dropped = deal(groups, num_shards)
     if streaming:
         shards, left_over = _through_buffers(table, shards, spec, rng)
         dropped += left_over
@@ -107,6 +115,34 @@ def fill(order: Index, num_rows: Index, batch_rows: int) -> list[Step]:
     return groups
 
 
+def fill_padded(order: Index, table: WindowTable, spec: ReadSpec, rng: np.random.Generator) -> list[Step]:
+    """Windows of similar length, with at most ``batch_rows`` rows when padded to their longest; a longer one alone.
+
+    Sorted by length within pools of consecutive windows, and the steps of a pool shuffled again.
+    """
+    mean = float(table.num_rows[order].mean())
+    pool = max(1, int(POOL_STEPS * spec.batch_rows / mean))
+    groups: list[Step] = []
+    for first in range(0, len(order), pool):
+        members = order[first : first + pool]
+        members = members[np.lexsort((members, table.num_rows[members]))]
+        steps = _fill_sorted(members, table.num_rows, spec.batch_rows)
+        groups += [steps[place] for place in rng.permutation(len(steps))]
+    return groups
+
+
+def _fill_sorted(members: Index, num_rows: Index, batch_rows: int) -> list[Step]:
+    """Consecutive windows, ascending in length: the next one is the longest of its step."""
+    steps: list[Step] = []
+    current: list[int] = []
+    for index, rows in zip(members.tolist(), num_rows[members].tolist(), strict=True):
+        if current and (len(current) + 1) * rows > batch_rows:
+            steps.append(tuple(current))
+            current = []
+        current.append(index)
+    return [*steps, tuple(current)]
+
+
 def _shuffled_parts(table: WindowTable, spec: ReadSpec, rng: np.random.Generator) -> Index:
     everything = np.arange(len(table), dtype=np.int64)
     parts = cut_parts(table, everything, part_bytes=spec.part_bytes, gap_bytes=spec.gap_bytes)
@@ -121,7 +157,11 @@ def _through_buffers(
     for groups in shards:
         order = np.array(list(itertools.chain.from_iterable(groups)), np.int64)
         shuffled = buffer_shuffled(order, table.nbytes, spec.buffer_bytes // spec.lanes, rng)
-        filled.append(fill(shuffled, table.num_rows, spec.batch_rows))
+        filled.append(
+            fill_padded(shuffled, table, spec, rng)
+            if spec.padded
+            else fill(shuffled, table.num_rows, spec.batch_rows)
+        )
     fewest_windows = min(sum(map(len, groups)) for groups in filled)
     count = min(max(map(len, filled)), fewest_windows)
     left = [index for groups in filled for group in groups[count:] for index in group]

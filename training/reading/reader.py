@@ -100,7 +100,10 @@ class Planner:
 
 
 class SelectionReader:
-    """Reads a selection, epoch by epoch; made anew in each process, and used from one thread."""
+    """Reads a selection, epoch by epoch; made anew in each process, and used from one thread at a time.
+
+    Its caller holds a lease on what it reads (``training.reading.lease``).
+    """
 
     def __init__(
         self,

@@ -23,6 +23,9 @@ class ReadSpec:
 
     batch_rows: int = 4096
     """Rows (tokens) of a step on one rank, at most; a longer window goes alone."""
+    padded: bool = False
+    """Count a step's rows as if every window were as long as its longest, and put windows of similar
+    length into one step: for batches that are padded."""
     seed: int = 0
     order: Literal["auto", "random", "stream"] = "auto"
     """``random``: any window next, a request for each array of each. ``stream``: large parts of
