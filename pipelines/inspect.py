@@ -90,7 +90,9 @@ def show_version(url: str, number: int) -> dict[str, Any]:
     record = lake.version(TargetVersion(number))
     frame = Catalog.load(lake).frame.filter(_is_version(number))
     fragments = (
-        frame.group_by("data_prefix", "writer_id", "layer_ids", "dtype").len("windows").sort("data_prefix")
+        frame.group_by("data_prefix", "writer_id", "layer_ids", "dtype", "codec")
+        .agg(pl.len().alias("windows"), pl.col("aux_error").mean().alias("mean_aux_error"))
+        .sort("data_prefix")
     )
     shown = asdict(record) | {"version": number}
     return {"record": shown, "windows": frame.height, "fragments": fragments.to_dicts()}

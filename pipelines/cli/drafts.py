@@ -24,7 +24,9 @@ from pipelines.cli.output import (
     parse_spec,
 )
 from pipelines.cli.rows import draft_page, draft_row
+from pipelines.cli.selecting import narrowed
 from pipelines.evaluate import EvalJob
+from pipelines.narrowing import Narrowing
 from training.spec import TrainSpec
 
 ArtifactArgument = Annotated[str, typer.Argument(help="Artifact digest, or its unique beginning.")]
@@ -65,6 +67,7 @@ def import_(
     emit({"artifact": promote.import_draft(lake, folder)}, as_json=json, title="imported")
 
 
+@narrowed
 def train(
     lake: LakeOption,
     first_version: FirstVersionOption,
@@ -81,6 +84,8 @@ def train(
     revision: Annotated[str | None, typer.Option(help="Lake revision to pin.")] = None,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
+    *,
+    narrowing: Narrowing,
 ) -> None:
     """Train a draft on a range of target versions and register it as a candidate.
 
@@ -96,6 +101,7 @@ def train(
         parent=parent,
         revision=revision,
         verified_only=not include_unverified,
+        narrowing=narrowing,
         train=_train_spec(inherited, config, {"epochs": epochs}),
     )
     if dry_run:
