@@ -3,6 +3,7 @@
 Where to go:
 
 - ``retrain``          the ``retrain`` flow: pin, train, evaluate, gate, and when asked publish
+- ``backfill``         the ``backfill`` flow: old rollouts to windows, a task for some partitions
 - ``record``           what a run shows of itself: tags and the run page's table and report
 - ``subprocess_step``  a pipeline step as its own process, watched and bound to its parent
 - ``local_stack``      a Prefect server and worker on this machine

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from features.catalog import Catalog
+from features.collect.rollouts import Rollout, write_rollouts
 from features.lake import Lake
 from features.target import config_digest
 from features.testing import (
@@ -31,6 +32,8 @@ from features.testing import (
     tiny_window,
 )
 from flows.hooks import artifact_tag
+from pipelines.demo.spec import TARGET_ASSET
+from pipelines.start import init_lake
 from publish.registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -286,3 +289,32 @@ def test_a_decision_resumes_the_run_that_waits_for_it(stack: Stack) -> None:
     assert code == 0, output
     assert stack.registry.state(candidate.digest) == "approved"
     assert stack.wait_for(waiting, {"SCHEDULED", "PENDING", "RUNNING", "FAILED"}, timeout_s=20)
+
+
+def test_a_backfill_run_collects_every_partition_and_its_page_accounts_for_every_line(
+    stack: Stack, tmp_path: Path
+) -> None:
+    init_lake(str(tmp_path / "lake"), target=TARGET_ASSET, target_id="tiny")
+    lake, files = Lake.open(str(tmp_path / "lake")), []
+    for n in range(2):
+        files.append(tmp_path / f"{n}.jsonl")
+        tokens = [tuple(range(3 + 40 * n + i, 35 + 40 * n + i)) for i in range(4)]
+        mask = (False,) * 8 + (True,) * 24
+        write_rollouts(files[-1], [
+            Rollout(
+                sample_id=f"{n}-{i}", group_id=f"g{i}", token_ids=ids, prompt_length=8, sampled_mask=mask, version=0
+            )
+            for i, ids in enumerate(tokens)
+        ])  # fmt: skip
+    files[0].write_bytes(files[0].read_bytes() + b'{"cut')
+    sources = json.dumps([str(tmp_path / "*.jsonl")])
+    parameters = ("-p", f"lake={lake.url}", "-p", f"sources={sources}", "-p", f"target={TARGET_ASSET}")
+    code, output = stack.run(
+        "prefect", "deployment", "run", "backfill/local", *parameters, "-p", "version=0", "--watch"
+    )  # fmt: skip
+    run = stack.newest_run()
+    assert code == 0, output + "\n".join(stack.logs(run["id"]))
+    assert "8 of 9 sequences collected" in run["state"]["message"]
+    assert Catalog.load(lake).frame.height == 8
+    found = stack.ask("artifacts/filter", artifacts={"key": {"any_": ["backfill-report"]}})
+    assert any("| refused: bad_json | 1 |" in artifact["data"] for artifact in found)
