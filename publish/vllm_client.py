@@ -186,28 +186,29 @@ class VllmEngine:
         seed: int | None = None,
         logprobs: bool = False,
         ignore_eos: bool = False,
+        kv_transfer_params: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[GeneratedSequence]:
         """Continue prompts given as token ids, all in flight at once, in the order given.
 
         Args:
             seed: request i samples with ``seed + i``, so that equal prompts differ.
             logprobs: also return the raw (temperature 1) logprob of each sampled token.
+            kv_transfer_params: what each request tells the engine's KV connector.
 
         Raises:
             EngineError: unreachable, refused, or the token route is closed.
         """
 
         def one(index: int) -> GeneratedSequence:
-            sampling: dict[str, Any] = {
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "ignore_eos": ignore_eos,
-            }
+            sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+            sampling["ignore_eos"] = ignore_eos
             if seed is not None:
                 sampling["seed"] = seed + index
             if logprobs:
                 sampling["logprobs"] = 0
             body = {"token_ids": list(prompts[index]), "sampling_params": sampling}
+            if kv_transfer_params:
+                body["kv_transfer_params"] = dict(kv_transfer_params[index])
             return _sequence(prompts[index], self._send("POST", "/inference/v1/generate", json=body).json())
 
         if not prompts:
@@ -226,6 +227,10 @@ class VllmEngine:
             "or label the rollouts where they are requested, between two target syncs."
         )
         self._send("POST", "/update_weight_version", absent=remedy, json={"new_version": label})
+
+    def target_version(self) -> str:
+        """The label of the target's weights; EngineError where a release has none."""
+        return str(self._send("GET", "/weight_info").json()["weight_version"])
 
     def call_worker(self, method: str, kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Run a method of vLLM's worker in every worker; one result each.
