@@ -10,7 +10,7 @@ the same plans whoever runs it: a killed run, run again, completes with the same
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from features.bfloat16 import Float32, to_float32
 from features.collect.committed import CommittedSpans
-from features.collect.cut import cut_window
+from features.collect.cut import window_of_rows
 from features.collect.proofs import (
     NEIGHBOUR_TOKENS,
     Agreement,
@@ -33,6 +33,7 @@ from features.collect.report import CollectReport
 from features.collect.rollouts import Reason, Rollout, rollout_problem
 from features.collect.sampling import SamplingPolicy, WindowSpan
 from features.errors import VersionConflictError
+from features.heads import HeadSnapshot
 from features.lake import Lake
 from features.quarantine import Refusal
 from features.schema import (
@@ -71,6 +72,8 @@ class Collector:
         fragment_tokens: int = DEFAULT_FRAGMENT_TOKENS,
         tolerance: LogprobTolerance = LogprobTolerance(),  # noqa: B008 - frozen
         on_step: Callable[[str], None] | None = None,
+        committed: CommittedSpans | None = None,
+        head: HeadSnapshot | None = None,
     ) -> None:
         record = lake.version(version)
         if record.head_id != head_id:
@@ -81,8 +84,8 @@ class Collector:
         self._lake, self._version, self._record, self._layout = lake, version, record, layout
         self._policy, self._writer_id, self._on_step = policy, writer_id, on_step
         self._fragment_tokens, self._tolerance = fragment_tokens, tolerance
-        self._head = lake.head(head_id)
-        self._committed = CommittedSpans(lake, version=version, layout=layout)
+        self._head = lake.head(head_id) if head is None else head
+        self._committed = committed or CommittedSpans(lake, version=version, layout=layout)
         self._seen: dict[str, str] = {}
         self._pending: dict[str, tuple[WindowSpan, ...]] = {}
         self._refusals: list[Refusal] = []
@@ -107,7 +110,7 @@ class Collector:
         if isinstance(item, Refusal):
             self._count_refusal(item)
             return ()
-        problem = rollout_problem(item) or self._identity_problem(item)
+        problem = rollout_problem(item) or admission_problem(item, self._record)
         if problem is not None:
             self._refuse(item, *problem)
             return ()
@@ -140,6 +143,16 @@ class Collector:
         del self._pending[rollout.sample_id]
         self._refuse(rollout, reason, detail)
 
+    def withdraw(self, rollout: Rollout) -> None:
+        """Hand an admitted rollout back, as if it had never been offered."""
+        del self._pending[rollout.sample_id], self._seen[rollout.sample_id]
+        self._counts["received"] -= 1
+
+    def drain_refusals(self) -> tuple[Refusal, ...]:
+        """What was refused since this was last asked; the collector keeps only the counts."""
+        drained, self._refusals = tuple(self._refusals), []
+        return drained
+
     def add(self, rollout: Rollout, aux: Float32, final: Float32) -> None:
         """Take the features of an admitted rollout, in the order of admission.
 
@@ -148,15 +161,48 @@ class Collector:
         with the recorded logprobs send the sample to quarantine; the others are kept.
         """
         spans = self._pending.pop(rollout.sample_id)
+        fault = feature_fault(aux, final, rows=len(rollout.token_ids), layout=self._layout)
+        pieces = [] if fault else [(aux[s.start : s.stop], final[s.start : s.stop]) for s in spans]
+        self._take(rollout, spans, pieces, fault)
+
+    def add_windows(self, rollout: Rollout, pieces: Sequence[tuple[Float32, Float32]]) -> None:
+        """Like :meth:`add`, from the rows of the admitted spans alone.
+
+        ``pieces`` holds ``(aux [R, m * H], final [R, H])`` of each span, in the order ``admit`` gave them.
+        """
+        spans = self._pending.pop(rollout.sample_id)
+        assert len(pieces) == len(spans), f"{len(spans)} spans were planned, features came for {len(pieces)}"
+        faults = (
+            feature_fault(aux, final, rows=span.num_rows, layout=self._layout)
+            for span, (aux, final) in zip(spans, pieces, strict=True)
+        )
+        self._take(rollout, spans, pieces, next((fault for fault in faults if fault), None))
+
+    def _take(
+        self,
+        rollout: Rollout,
+        spans: tuple[WindowSpan, ...],
+        pieces: Sequence[tuple[Float32, Float32]],
+        fault: tuple[Reason, str] | None,
+    ) -> None:
+        """Buffer the windows, or refuse the rollout; either counts towards the fragment."""
         self._planned_ids.append(rollout.sample_id)
         self._planned_rows += sum(span.num_rows for span in spans)
-        fault = feature_fault(aux, final, rows=len(rollout.token_ids), layout=self._layout)
         if fault is None:
             pairs = [
                 self._proven(
-                    cut_window(rollout, span, aux, final, version=self._version, layout=self._layout)
+                    rollout,
+                    window_of_rows(
+                        rollout,
+                        span,
+                        aux,
+                        final,
+                        version=self._version,
+                        layout=self._layout,
+                        sampling=self._policy.recorded,
+                    ),
                 )
-                for span in spans
+                for span, (aux, final) in zip(spans, pieces, strict=True)
             ]
             refused = [agreement for _, agreement in pairs if agreement.verdict == "disagrees"]
             fault = (Reason.LOGPROB_DISAGREEMENT, refused[0].reason) if refused else None
@@ -214,30 +260,12 @@ class Collector:
         self._commits.append(result.commit_path)
         log.info("collected %s: %d windows in %s", self._version, len(self._buffer), result.commit_path)
 
-    def _identity_problem(self, rollout: Rollout) -> tuple[Reason, str] | None:
-        if rollout.version is None:
-            return (
-                Reason.VERSION_MISSING,
-                f"no version is recorded (label {rollout.version_label!r}); never taken as current",
-            )
-        if rollout.version != self._version.number:
-            return (
-                Reason.VERSION_MISMATCH,
-                f"sampled by version {rollout.version}, this run collects {self._version}",
-            )
-        worst = max(rollout.token_ids)
-        if worst >= self._record.vocab_size or min(rollout.token_ids) < 0:
-            return (
-                Reason.TOKEN_OUT_OF_VOCAB,
-                f"a token id (largest {worst}) is outside [0, {self._record.vocab_size})",
-            )
-        if not any(rollout.sampled_mask):
-            return Reason.NOTHING_SAMPLED, "no token is marked as sampled: nothing to learn or to verify"
-        return None
-
-    def _proven(self, window: Window) -> tuple[Window, Agreement]:
+    def _proven(self, rollout: Rollout, window: Window) -> tuple[Window, Agreement]:
         """The window with the proof's outcome in its metadata."""
         agreement = logprob_agreement(window, self._head, self._tolerance)
+        if agreement.verdict == "agrees" and not rollout.may_verify:
+            reason = "tokens or version were not recorded, and agreement cannot stand in for a record"
+            agreement = replace(agreement, verdict="unverified", reason=reason)
         self._tally.add(agreement)
         if agreement.verdict != "agrees":
             return window, agreement
@@ -272,13 +300,49 @@ class Collector:
         sample = rollout.to_json_dict()
         if reason is Reason.VERSION_MISMATCH:  # a file of many versions: its other runs take these
             sample = {name: sample[name] for name in ("sample_id", "group_id", "version")}
+        source = rollout.source_file or rollout.sample_id
+        line = rollout.source_row if rollout.source_file else None
         self._count_refusal(
-            Refusal(source=rollout.sample_id, line=None, reason=str(reason), detail=detail, sample=sample)
+            Refusal(source=source, line=line, reason=str(reason), detail=detail, sample=sample)
         )
 
     def _count_refusal(self, refusal: Refusal) -> None:
         self._refusals.append(refusal)
         self._reasons[refusal.reason] += 1
+
+
+def admission_problem(rollout: Rollout, record: VersionRecord) -> tuple[Reason, str] | None:
+    """Why weights that are described by ``record`` cannot give the features of ``rollout``, or None."""
+    if rollout.multimodal:
+        return (
+            Reason.MULTIMODAL,
+            "its images or sound are not in the record: text alone gives other states",
+        )
+    if rollout.version is None and rollout.mixed_versions:
+        return (
+            Reason.VERSION_MIXED,
+            f"sampled by versions {rollout.version_min} to {rollout.version_max}: no one set of weights gives "
+            f"all of its hidden states",
+        )
+    if rollout.version is None:
+        return (
+            Reason.VERSION_MISSING,
+            f"no version is recorded (label {rollout.version_label!r}); never taken as current",
+        )
+    if rollout.version != record.version.number:
+        return (
+            Reason.VERSION_MISMATCH,
+            f"sampled by version {rollout.version}, this run collects {record.version}",
+        )
+    worst = max(rollout.token_ids)
+    if worst >= record.vocab_size or min(rollout.token_ids) < 0:
+        return (
+            Reason.TOKEN_OUT_OF_VOCAB,
+            f"a token id (largest {worst}) is outside [0, {record.vocab_size})",
+        )
+    if not any(rollout.sampled_mask):
+        return Reason.NOTHING_SAMPLED, "no token is marked as sampled: nothing to learn or to verify"
+    return None
 
 
 def _neighbours(records: tuple[VersionRecord, ...], version: TargetVersion) -> list[VersionRecord]:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from features.collect.cut import with_next
+from features.collect.cut import window_mask, with_next
 from features.collect.rollouts import Rollout
 from features.collect.sampling import WindowSpan
 from features.commits import TokenRow
@@ -70,7 +70,7 @@ def _token_row(rollout: Rollout, span: WindowSpan) -> TokenRow:
     return TokenRow(
         start=span.start,
         token_ids=with_next(rollout.token_ids, span, NO_TOKEN, np.int32),
-        sampled_mask=with_next(rollout.sampled_mask, span, False, np.bool_),
-        loss_mask=None if rollout.loss_mask is None else with_next(rollout.loss_mask, span, False, np.bool_),
+        sampled_mask=window_mask(rollout.sampled_mask, span),
+        loss_mask=None if rollout.loss_mask is None else window_mask(rollout.loss_mask, span),
         logprobs=np.zeros(0, np.float32),  # a measurement: not compared
     )

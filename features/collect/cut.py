@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,35 @@ def cut_window(
     to the layout's dtype here. The window is unverified until a proof says otherwise.
     """
     rows = slice(span.start, span.stop)
+    return window_of_rows(rollout, span, aux[rows], final[rows], version=version, layout=layout)
+
+
+def window_of_rows(
+    rollout: Rollout,
+    span: WindowSpan,
+    aux: Float32,
+    final: Float32,
+    *,
+    version: TargetVersion,
+    layout: FragmentLayout,
+    sampling: str | None = None,
+) -> Window:
+    """Like :func:`cut_window`, from the span's own rows: ``aux`` ``[R, m * H]``, ``final`` ``[R, H]``.
+
+    ``sampling`` is recorded with the window: how it was chosen, as JSON.
+    """
     logprobs = (None,) * len(rollout.token_ids) if rollout.logprobs is None else rollout.logprobs
     values = [math.nan if logprob_value(v) is None else v for v in logprobs]
     loss_mask = rollout.loss_mask
     return Window(
-        meta=_meta(rollout, span, version),
+        meta=replace(_meta(rollout, span, version), sampling=sampling),
         layout=layout,
         token_ids=with_next(rollout.token_ids, span, NO_TOKEN, np.int32),
-        sampled_mask=with_next(rollout.sampled_mask, span, False, np.bool_),
-        loss_mask=None if loss_mask is None else with_next(loss_mask, span, False, np.bool_),
+        sampled_mask=window_mask(rollout.sampled_mask, span),
+        loss_mask=None if loss_mask is None else window_mask(loss_mask, span),
         logprobs=with_next(values, span, math.nan, np.float32),
-        aux=from_float32(aux[rows], layout.dtype),
-        final=from_float32(final[rows], layout.dtype),
+        aux=from_float32(aux, layout.dtype),
+        final=from_float32(final, layout.dtype),
     )
 
 
@@ -52,6 +70,18 @@ def _meta(rollout: Rollout, span: WindowSpan, version: TargetVersion) -> WindowM
         acceptance_length=rollout.acceptance_length, acceptance_rate=rollout.acceptance_rate,
         temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, finish=rollout.finish,
     )  # fmt: skip
+
+
+def window_mask(mask: Sequence[bool], span: WindowSpan) -> NDArray[np.bool_]:
+    """A sequence's mask as a window has it, ``[num_rows + 1]``, context cleared.
+
+    Entry i is about token ``start + i``, which row ``start + i - 1`` predicts; hence
+    ``context + 1`` entries are cleared where there is context.
+    """
+    entries = with_next(mask, span, False, np.bool_)
+    if span.context:
+        entries[: span.context + 1] = False
+    return entries
 
 
 def with_next(values: Sequence[Any], span: WindowSpan, beyond: Any, dtype: type[np.generic]) -> NDArray[Any]:

@@ -164,11 +164,13 @@ def comparison_temperature(window: Window) -> tuple[float | None, str]:
             return None, f"logprobs of kind {kind}"
 
 
-def logprob_agreement(window: Window, head: HeadSnapshot, tolerance: LogprobTolerance) -> Agreement:
+def logprob_agreement(
+    window: Window, head: HeadSnapshot, tolerance: LogprobTolerance, *, max_tokens: int = MAX_TOKENS_COMPARED
+) -> Agreement:
     """Recompute the engine's logprobs from stored rows and the version's head, and compare.
 
     Row ``i`` predicts token ``i + 1``; only sampled tokens with a value count. A window with
-    nothing to compare is ``unverified``, never passed.
+    nothing to compare is ``unverified``, never passed. At most ``max_tokens`` are compared, evenly spread.
     """
     temperature, why_not = comparison_temperature(window)
     usable = window.sampled_mask[1:] & usable_logprobs(window.logprobs[1:])
@@ -176,7 +178,7 @@ def logprob_agreement(window: Window, head: HeadSnapshot, tolerance: LogprobTole
     if temperature is None or not len(rows):
         reason = why_not or "no sampled token with a logprob"
         return Agreement("unverified", 0, math.nan, math.nan, math.nan, reason)
-    rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MAX_TOKENS_COMPARED)).astype(int))]
+    rows = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), max_tokens)).astype(int))]
     final_NH = to_float32(window.final[rows], window.layout.dtype)
     ids_N, recorded_N = window.token_ids[1:][rows], window.logprobs[1:][rows]
     recomputed_N = head.token_logprobs(final_NH, ids_N, temperature=temperature)

@@ -81,13 +81,8 @@ def collect_rollouts(
         ProofFailedError: the aux probe failed; nothing was collected.
         InputError: the layer ids do not fit the model.
     """
-    _check_head(head, record)
-    reader = cast(TapModule, importlib.import_module(tap))
     layout = FragmentLayout(layer_ids=tuple(layer_ids), dtype=dtype, hidden_size=record.hidden_size)
-    probe = reader.aux_probe(model, layout.layer_ids, _probe_tokens(record))
-    log.info("aux probe of %s passed: %s", record.version, probe)
-    lake.put_head(head)
-    lake.register_version(record)
+    reader = register_proven(lake, model=model, head=head, record=record, layer_ids=layout.layer_ids, tap=tap)
     collector = Collector(
         lake,
         version=record.version,
@@ -99,15 +94,15 @@ def collect_rollouts(
         tolerance=tolerance,
         on_step=on_step,
     )
-    longest = _longest_sequence(model)
-    for batch in _batches(_admitted(collector, rollouts, longest), batch_tokens):
+    longest = longest_sequence(model)
+    for batch in batches(_admitted(collector, rollouts, longest), batch_tokens):
         features = reader.forward_features(model, [r.token_ids for r in batch], layout.layer_ids)
         for rollout, (aux, final) in zip(batch, features, strict=True):
             collector.add(rollout, aux, final)
         if progress is not None:
             progress(collector.report())
     report = collector.close()
-    _record_refusals(lake, collector.refusals, record)
+    record_refusals(lake, collector.refusals, record)
     if report.agreement.windows_refused and not report.verified:
         log.warning(
             "%s: not one of %d windows with logprobs agrees with its features; were they sampled by these weights?",
@@ -115,6 +110,30 @@ def collect_rollouts(
             report.agreement.windows_compared,
         )
     return report
+
+
+def open_tap(tap: str) -> TapModule:
+    """The tap module of that name."""
+    return cast(TapModule, importlib.import_module(tap))
+
+
+def register_proven(
+    lake: Lake, *, model: Any, head: HeadSnapshot, record: VersionRecord, layer_ids: Sequence[int], tap: str
+) -> TapModule:
+    """Prove the tap on this model, then store head and version; the tap, ready to be used.
+
+    Raises:
+        VersionConflictError: ``head`` is not the one ``record`` names, or the version is taken.
+        ProofFailedError: the aux probe failed; nothing was stored.
+        InputError: the layer ids do not fit the model.
+    """
+    _check_head(head, record)
+    reader = open_tap(tap)
+    probe = reader.aux_probe(model, layer_ids, _probe_tokens(record))
+    log.info("aux probe of %s passed: %s", record.version, probe)
+    lake.put_head(head)
+    lake.register_version(record)
+    return reader
 
 
 def _check_head(head: HeadSnapshot, record: VersionRecord) -> None:
@@ -130,7 +149,7 @@ def _probe_tokens(record: VersionRecord) -> list[int]:
     return [int(t) for t in np.random.default_rng(0).integers(0, record.vocab_size, PROBE_TOKENS)]
 
 
-def _longest_sequence(model: Any) -> int | None:
+def longest_sequence(model: Any) -> int | None:
     """Positions that the model was built for, or None when its config does not say."""
     config = getattr(model, "config", None)
     return getattr(config, "max_position_embeddings", None)
@@ -152,7 +171,7 @@ def _admitted(
         yield item
 
 
-def _batches(rollouts: Iterable[Rollout], batch_tokens: int) -> Iterator[list[Rollout]]:
+def batches(rollouts: Iterable[Rollout], batch_tokens: int) -> Iterator[list[Rollout]]:
     """Consecutive rollouts whose padded batch stays within ``batch_tokens``; a longer one goes alone."""
     batch: list[Rollout] = []
     longest = 0
@@ -167,7 +186,7 @@ def _batches(rollouts: Iterable[Rollout], batch_tokens: int) -> Iterator[list[Ro
         yield batch
 
 
-def _record_refusals(lake: Lake, refusals: Sequence[Refusal], record: VersionRecord) -> None:
+def record_refusals(lake: Lake, refusals: Sequence[Refusal], record: VersionRecord) -> None:
     """Write what was refused to the lake, under a name made of the refusals: a rerun writes nothing new."""
     if not refusals:
         return

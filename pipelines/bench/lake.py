@@ -23,7 +23,9 @@ from features.heads import HeadSnapshot
 from features.lake import Lake
 from features.schema import FeatureDtype, SelectionFilter
 from pipelines.bench.commits import ManyWriters, race_writers
+from pipelines.bench.device import bench_device
 from pipelines.bench.measure import Speed, interleaved
+from pipelines.bench.remote import remote_speeds
 from pipelines.bench.subjects import Shape, local_subjects, make_lake
 from pipelines.progress import SILENT, Progress
 
@@ -48,6 +50,8 @@ class BenchSpec:
     commits_per_writer: int = 20
     head_shape: tuple[int, int] = (32_768, 576)
     s3: bool = True
+    device: bool = False
+    """Also copies to this machine's accelerator."""
     seed: int = 0
 
 
@@ -60,17 +64,20 @@ def bench_lake(spec: BenchSpec, *, folder: Path | None = None, progress: Progres
         progress: told what is measured.
 
     Raises:
-        InputError: S3 is asked for and its packages are absent.
+        InputError: S3 is asked for and its packages are absent, or a device and there is none.
     """
     with tempfile.TemporaryDirectory(prefix="draftlake-bench-", dir=folder) as scratch, _server(spec) as s3:
         root = Path(scratch)
         progress.say("local reads: this lake, preadv, zarr-python, safetensors and .pt per window")
         report: dict[str, Any] = {"machine": _machine(), "local": _local(spec, root)}
         if s3 is not None:
-            progress.say("S3 reads: requests per window")
-            report["s3"] = _remote(spec, s3)
+            progress.say("S3 reads: requests per window, and what each client costs")
+            report["s3"] = _remote(spec, s3) | remote_speeds(spec.s3_shape, rounds=spec.rounds)
         progress.say(f"commits: {spec.writers} writers, {spec.commits_per_writer} each")
         report["commit"] = _commits(spec, root, s3)
+        if spec.device:
+            progress.say("copies to the accelerator")
+            report["device"] = bench_device(root, rounds=spec.rounds)
         progress.say("head deltas")
         report["head"] = _head(spec)
     return report

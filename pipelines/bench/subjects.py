@@ -91,19 +91,21 @@ def local_subjects(
     with ExitStack() as stack:
         one_by_one = {
             "preadv": _preadv(lake, rows, stack),
-            "lake": _lake(lake, rows, checked=False),
-            "lake_crc": _lake(lake, rows, checked=True),
+            "lake": checked_ranges(lake, rows, checked=False),
+            "lake_crc": checked_ranges(lake, rows, checked=True),
             "lake_window": lake.read_window,
             "zarr": _zarr(lake, rows),
             "safetensors_per_window": _safetensors(lake, rows, scratch),
             "pt_per_window": _pt(lake, rows, scratch),
         }
-        yield {name: _each(read, rows) for name, read in one_by_one.items()} | {
-            "lake_reader": _reader(lake, selection)
+        yield {name: each_window(read, rows) for name, read in one_by_one.items()} | {
+            "lake_reader": training_reader(lake, selection)
         }
 
 
-def _each(read: ReadOne, rows: Sequence[Row]) -> ReadAll:
+def each_window(read: ReadOne, rows: Sequence[Row]) -> ReadAll:
+    """Reads the windows of ``rows`` one after the other."""
+
     def read_all() -> None:
         for row in rows:
             read(row)
@@ -111,7 +113,8 @@ def _each(read: ReadOne, rows: Sequence[Row]) -> ReadAll:
     return read_all
 
 
-def _reader(lake: Lake, selection: Selection) -> ReadAll:
+def training_reader(lake: Lake, selection: Selection) -> ReadAll:
+    """Reads one epoch of a selection as training does, with its own order and threads."""
     from training.reading.reader import SelectionReader
     from training.reading.spec import ReadSpec
 
@@ -156,7 +159,7 @@ def _preadv(lake: Lake, rows: Sequence[Row], stack: ExitStack) -> ReadOne:
     return read
 
 
-def _lake(lake: Lake, rows: Sequence[Row], *, checked: bool) -> ReadOne:
+def checked_ranges(lake: Lake, rows: Sequence[Row], *, checked: bool) -> ReadOne:
     """The landing of the training reader, on one thread."""
     from training.reading.caches import OpenObjects
 

@@ -1,4 +1,4 @@
-"""Commands that measure: ``bench lake``."""
+"""Commands that measure: ``bench lake`` and ``bench collect``."""
 
 import dataclasses
 import json as json_module
@@ -11,6 +11,7 @@ from features.errors import InputError
 from pipelines.bench.lake import BenchSpec, bench_lake
 from pipelines.bench.plot import plot_bench
 from pipelines.bench.report import shown
+from pipelines.cli import bench_collect
 from pipelines.cli.output import DryRunOption, JsonOption, emit
 from pipelines.progress import OnConsole
 
@@ -28,6 +29,7 @@ def add_commands(app: typer.Typer) -> None:
     bench.command(
         "lake", epilog="Example: draftlake bench lake --rounds 3 --output lake.json --plot lake.png"
     )(lake)
+    bench.command("collect", epilog=bench_collect.EXAMPLE)(bench_collect.collect)
     app.add_typer(bench)
 
 
@@ -43,13 +45,18 @@ def lake(
     s3: Annotated[
         bool, typer.Option("--s3/--no-s3", help="Measure on S3 too (moto, in this process).")
     ] = DEFAULT.s3,
+    device: Annotated[
+        bool, typer.Option("--device", help="Measure copies to this machine's accelerator too.")
+    ] = DEFAULT.device,
     output: Annotated[Path | None, typer.Option(help="Also write the whole report here, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the read speeds into this PNG.")] = None,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Measure reads, commits and head deltas against preadv, zarr-python and files per window."""
-    spec = dataclasses.replace(DEFAULT, rounds=rounds, writers=writers, commits_per_writer=commits, s3=s3)
+    spec = dataclasses.replace(
+        DEFAULT, rounds=rounds, writers=writers, commits_per_writer=commits, s3=s3, device=device
+    )
     if dry_run:
         emit(spec, as_json=json, title="would measure")
         return

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
 
+from features.errors import InputError
+from pipelines.bench.device import bench_device
 from pipelines.bench.lake import BenchSpec, bench_lake
 from pipelines.bench.measure import Speed, interleaved
 from pipelines.bench.plot import plot_bench
@@ -40,7 +43,19 @@ def test_every_promised_figure_is_a_number_in_the_json(report: dict[str, Any]) -
         for name in path.split("."):
             value = value[name]
         assert isinstance(value, int | float), path
-    assert all(row["found"] is not None for row in shown(report))
+    measured = [row for row in shown(report) if not row["measured"].startswith("device.")]
+    assert all(row["found"] is not None for row in measured)
+
+
+@pytest.mark.s3
+def test_s3_reads_have_a_speed_and_a_cost_for_each_client(report: dict[str, Any]) -> None:
+    pytest.importorskip("obstore")
+    speeds = report["s3"]["speeds"]
+    ways = {f"{way}_{client}" for way in ("lake", "reader") for client in ("s3fs", "obstore")}
+    assert set(speeds) == ways | {"safetensors_per_window"}
+    assert all(len(s["gb_per_s"]) == TOY.rounds and s["cpu_s_per_gb"] > 0 for s in speeds.values())
+    costs = [speeds[f"reader_{client}"]["cpu_s_per_gb"] for client in ("s3fs", "obstore")]
+    assert report["s3"]["reader_cpu_s3fs_over_obstore"] == costs[0] / costs[1]
 
 
 @pytest.mark.s3
@@ -94,3 +109,10 @@ def test_rivals_are_timed_in_turns_and_compared_within_a_round() -> None:
     assert len(speeds["a"].gb_per_s) == 2
     slow_then_fast = Speed((1.0, 4.0, 9.0), 0.1)
     assert slow_then_fast.over(Speed((2.0, 4.0, 3.0), 0.1)) == 1.0
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_copies_to_an_accelerator_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="PyTorch sees none"):
+        bench_device(tmp_path)
+    assert not list(tmp_path.iterdir())
