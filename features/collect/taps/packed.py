@@ -96,6 +96,11 @@ class PackedTap:
             assert final_norm is not None  # checked above
             self._handles.append(final_norm.register_forward_hook(self._taking(FINAL)))
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a step's rows arrive on this rank: the first of ``groups.rows`` on the last stage."""
+        return self._last and (self._groups.rows is None or dist.get_rank(self._groups.rows) == 0)
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -105,9 +110,8 @@ class PackedTap:
     def step(self, plan: Sequence[MicroBatch]) -> Iterator[list[GatheredRows]]:
         """Around the forwards of a step; the list is filled on leaving, on the gathering rank only.
 
-        The gathering rank is the first of ``groups.rows`` on the last stage. ``plan`` holds the
-        step's micro-batches in the order in which each block sees them. When the block of code
-        raises, nothing is gathered.
+        Which rank gathers: :attr:`gathers`. ``plan`` holds the step's micro-batches in the order
+        in which each block sees them. When the block of code raises, nothing is gathered.
 
         Raises:
             LakeContractError: a block saw fewer or more forwards than planned, or a forward of

@@ -4,6 +4,8 @@ The model's blocks work on each token alone, so that every rank can compute just
 it holds; where those rows are is what the test is about.
 """
 
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,8 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from features.collect.live import LiveBatch, LiveCollector
+from features.collect.proofs import LogprobTolerance
+from features.collect.sampling import SamplingPolicy
 from features.collect.shards import PackedRows, RankShape, StageLayout
 from features.collect.taps.packed import Groups, MicroBatch, PackedTap, gather_vocabulary_rows
+from features.collect.taps.packed_head import gather_head
+from features.collect.taps.packed_live import collecting
+from features.errors import DraftlakeError
+from features.heads import HeadSnapshot
+from features.lake import Lake
+from features.schema import FeatureDtype, FragmentLayout, TargetIdentity, TargetVersion, VersionRecord
 
 HIDDEN, LAYERS, VOCAB, WORLD = 8, 4, 50, 4
 LAYER_IDS = (0, 2, 3, 4)
@@ -182,12 +193,114 @@ def run_head(out: Path) -> None:
         torch.save((head, whole), out / "head.pt")
 
 
+def run_gathered_head(out: Path) -> None:
+    """Two stages of two tensor-parallel ranks: the LM head on the last, the embedding on the first."""
+    rank = Rank(next(layout for layout in LAYOUTS if layout.name == "pp2_tp2_sp_recompute"))
+    matrices = torch.randn(2, 52, HIDDEN, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    lm_head, embedding = (matrix.chunk(2)[rank.place] for matrix in matrices)
+    for name, given in (("untied", embedding), ("tied", None), ("equal", lm_head)):
+        head = gather_head(
+            lm_head if rank.stage == 1 else None, given if rank.stage == 0 else None,
+            tensor_group=rank.groups.rows, stage_group=rank.groups.stages, vocab_size=VOCAB,
+        )  # fmt: skip
+        assert (head is None) == (rank.rank != 2), "the first rank of the last stage"
+        if head is not None:
+            whole = [matrix[:VOCAB].view(torch.int16).numpy().view(np.uint16) for matrix in matrices]
+            expected = HeadSnapshot(
+                lm_head=whole[0], dtype=FeatureDtype.BFLOAT16,
+                embed_tokens=whole[1] if name == "untied" else None,
+            )  # fmt: skip
+            ids = [head.head_id, expected.head_id, head.embed_tokens is None]
+            (out / f"head.{name}").write_text(json.dumps(ids))
+
+
+def live_batches(model: TokenModel, version: int, prefix: str = "s") -> list[LiveBatch]:
+    """The micro-batches as a trainer has them: each sequence padded, with the logprobs that it was sampled at."""
+    out = []
+    for number, (tokens, packed) in enumerate(batches()):
+        ids, _ = _flat(tokens, packed)
+        sampled, logprobs = np.zeros(packed.total, bool), np.full(packed.total, np.nan, np.float32)
+        for at, sequence in zip(packed.starts, tokens, strict=True):
+            sampled[at + 2 : at + len(sequence)] = True
+            _, final = truth(model, sequence)
+            log_p = (final @ model.embed.weight.T).log_softmax(-1)[:-1]
+            logprobs[at + 1 : at + len(sequence)] = log_p[range(len(log_p)), sequence[1:]].detach()
+        names = [f"{prefix}{number}-{i}" for i in range(len(tokens))]
+        out.append(LiveBatch(
+            token_ids=ids.numpy(), cu_seqlens=[*packed.starts, packed.total], lengths=packed.lengths,
+            sampled_mask=sampled, logprobs=logprobs, logprob_kind="engine_raw", sample_ids=names,
+            group_ids=names, versions=version,
+        ))  # fmt: skip
+    return out
+
+
+def truth(model: TokenModel, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Streams of ``LAYER_IDS`` side by side, and final rows, of one sequence alone in one process."""
+    streams = [model.embedded(torch.tensor(tokens), torch.arange(len(tokens)))]
+    for block in model.blocks:
+        streams.append(block(streams[-1]))
+    return torch.cat([streams[k] for k in LAYER_IDS], dim=-1), model.norm(streams[-1])
+
+
+def _open_collector(model: TokenModel, out: Path, version: int) -> LiveCollector:
+    target = TargetIdentity(
+        target_id="token-model", architecture="TokenModel", hidden_size=HIDDEN, num_layers=LAYERS,
+        vocab_size=VOCAB, tokenizer_digest="t" * 64, config_digest="c" * 64,
+    )  # fmt: skip
+    collector = LiveCollector(
+        Lake.init(str(out / "lake"), target), writer_id="rank0",
+        layout=FragmentLayout(layer_ids=LAYER_IDS, dtype=FeatureDtype.FLOAT32, hidden_size=HIDDEN),
+        policy=SamplingPolicy(max_tokens=6, context_rows=1),
+        tolerance=LogprobTolerance.for_compute_dtype(FeatureDtype.FLOAT32),
+    )  # fmt: skip
+    head = HeadSnapshot(lm_head=model.embed.weight.detach().numpy().copy(), dtype=FeatureDtype.FLOAT32)
+    collector.advance(
+        VersionRecord(
+            version=TargetVersion(version), target_id=target.target_id, config_digest=target.config_digest,
+            tokenizer_digest=target.tokenizer_digest, hidden_size=HIDDEN, vocab_size=VOCAB,
+            head_id=head.head_id, weights_digest=None,
+        ),
+        head,
+    )  # fmt: skip
+    return collector
+
+
+def run_live(out: Path) -> None:
+    """Steps that collect: nobody plans; a rank lacks a forward; all is well; nothing is wanted; other weights ran."""
+    layout = next(layout for layout in LAYOUTS if layout.name == "cp2_tp2_sp")
+    rank, model = Rank(layout), TokenModel()
+    tap, last = rank.tap(model), dist.get_rank() == WORLD - 1
+    collector = _open_collector(model, out, 3) if tap.gathers else None
+    mine = None if collector is None else live_batches(model, 3)
+    late = None if collector is None else live_batches(model, 3, "late")
+    told = []
+    for given, planner, forwards in (
+        (None, None, 2), (mine, collector, 1 if last else 2), (mine, collector, 2), (mine, collector, 2),
+        (late, collector, 2),
+    ):  # fmt: skip
+        if len(told) == 4:
+            with torch.no_grad():  # an optimiser step that nobody told the collector of
+                model.norm.weight *= 1.1
+        try:
+            with collecting(tap, given, planner, dist.group.WORLD):
+                for tokens, packed in batches()[:forwards]:
+                    rank.forward(model, tokens, packed)
+            told.append("")
+        except DraftlakeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    tap.close()
+    report = None if collector is None else dataclasses.asdict(collector.close())
+    (out / f"live.{dist.get_rank()}").write_text(json.dumps({"told": told, "report": report}))
+
+
 def main() -> None:
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=WORLD)
     for layout in LAYOUTS:
         run(layout, out)
     run_head(out)
+    run_gathered_head(out)
+    run_live(out)
     dist.destroy_process_group()
 
 

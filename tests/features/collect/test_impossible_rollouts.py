@@ -12,6 +12,8 @@ from features.catalog import Catalog
 from features.collect.collector import Collector
 from features.collect.rollouts import Rollout, read_rollouts, write_rollouts
 from features.collect.sampling import SamplingPolicy
+from features.collect.scan import scan_partition
+from features.collect.sources import SourceCounts
 from features.lake import Lake
 from features.quarantine import Refusal
 from features.schema import FeatureDtype, FragmentLayout, SelectionFilter, TargetVersion
@@ -54,6 +56,16 @@ def collect(lake: Lake, rollouts: list[Rollout], layout: FragmentLayout = LAYOUT
 def test_an_impossible_value_costs_its_rollout_and_no_other(lake: Lake, changes: dict[str, Any]) -> None:
     report = collect(lake, [TARGET.rollout(0), TARGET.rollout(1, **changes), TARGET.rollout(2)])
     assert (report.collected, report.quarantined) == (2, {"bad_field": 1})
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**63, 10**400], ids=["negative", "int32", "int64", "huge"])
+def test_a_token_id_that_no_column_holds_costs_its_rollout_only(lake: Lake, token: int) -> None:
+    wrong = TARGET.rollout(1)
+    wrong = replace(wrong, token_ids=(token, *wrong.token_ids[1:]))
+    report = collect(lake, [TARGET.rollout(0), wrong, TARGET.rollout(2)])
+    assert (report.collected, report.quarantined) == (2, {"token_out_of_vocab": 1})
+    scan = scan_partition([wrong], SourceCounts(), version=TargetVersion(0), policy=SamplingPolicy())
+    assert scan.candidates == 0
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "acceptance_rate"])
