@@ -99,7 +99,7 @@ class CachedStore(Store):
         if not path.startswith(_CACHED):
             return self._origin.read(path)
         name = self._name(path)
-        length = self._cache.length(name)
+        length = self._cache.length_of_whole(name)
         if length is not None:
             data = bytearray(length)
             if self._from_cache(name, 0, memoryview(data)) is None:

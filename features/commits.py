@@ -219,7 +219,13 @@ def decode_tokens(raw: bytes, *, where: str) -> TokenTable:
     """
     try:
         table = pa.ipc.open_file(pa.BufferReader(raw)).read_all()
+        table.validate(
+            full=True
+        )  # Arrow follows offsets unchecked: one that was changed would end the process
         metadata = table.schema.metadata or {}
+        table = table.select(TOKENS_SCHEMA.names)
+        if table.schema.types != TOKENS_SCHEMA.types:
+            raise ValueError(f"its columns are {table.schema.types}, expected {TOKENS_SCHEMA.types}")
         shard_bytes = {
             key.decode().removeprefix(_SHARD_BYTES_KEY): int(value)
             for key, value in metadata.items()
@@ -229,7 +235,13 @@ def decode_tokens(raw: bytes, *, where: str) -> TokenTable:
         if table["window_index"].to_pylist() != list(range(table.num_rows)):
             raise ValueError("window_index does not count from 0")
         scales = _aux_scales(metadata)
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+    except (
+        pa.ArrowException,
+        AttributeError,
+        OSError,
+        KeyError,
+        ValueError,
+    ) as error:  # no list where one was
         raise CorruptDataError(
             f"{where} ({len(raw):,} bytes) is no complete token table: {error}. "
             f"Restore it from a copy, or collect the fragment again."

@@ -135,7 +135,7 @@ def plan_prune(lake: Lake, *, grace: timedelta, now: datetime, force: bool = Fal
             f"and commit a plan again. Wait longer, or use --force when no writer is at work."
         )
     listing = lake.snapshots.listing()
-    settled = [s for s in lake.snapshots.all() if s.created_at <= now - grace]
+    settled = [s for s in lake.snapshots.all() if now - s.created_at >= grace]
     if not settled or listing.snapshot is None:
         return PrunePlan((), ())
     oldest_kept = settled[-1]
@@ -265,4 +265,4 @@ def _superseded(objects: Sequence[str], oldest_kept: Snapshot) -> tuple[str, ...
 
 def _number_of(path: str) -> int:
     digits = path.removeprefix("snapshots/").partition(".")[0]
-    return int(digits) if digits.isdigit() else 2**63
+    return int(digits) if digits.isdecimal() else 2**63

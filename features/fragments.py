@@ -85,9 +85,24 @@ def read_table(store: Store, data_prefix: str) -> TokenTable:
     Raises:
         CorruptDataError: an object of the fragment is absent or has another length.
     """
+    read_from = [
+        f"{data_prefix}/{TOKENS_FILE}",
+        *(shard_path(data_prefix, array) for array in ("aux", "final")),
+    ]
+    try:
+        return _read_table(store, data_prefix)
+    except CorruptDataError:
+        # The table says how long the shards are: which of the three is wrong, a cache cannot tell.
+        distrusted = [store.distrust(path) for path in read_from]
+        if not any(distrusted):
+            raise
+    return _read_table(store, data_prefix)
+
+
+def _read_table(store: Store, data_prefix: str) -> TokenTable:
     path = f"{data_prefix}/{TOKENS_FILE}"
     try:
-        table = _read_tokens(store, path)
+        table = decode_tokens(store.read(path), where=f"{store.url}/{path}")
         for array, expected in table.shard_bytes.items():
             path = shard_path(data_prefix, array)
             found = store.size(path)
@@ -99,16 +114,6 @@ def read_table(store: Store, data_prefix: str) -> TokenTable:
     except FileNotFoundError as error:
         raise _absent(store.url, path) from error
     return table
-
-
-def _read_tokens(store: Store, path: str) -> TokenTable:
-    where = f"{store.url}/{path}"
-    try:
-        return decode_tokens(store.read(path), where=where)
-    except CorruptDataError:
-        if not store.distrust(path):
-            raise
-    return decode_tokens(store.read(path), where=where)
 
 
 def tokens_of(table: TokenTable, row: Mapping[str, Any], *, url: str) -> TokenRow:

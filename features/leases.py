@@ -152,9 +152,9 @@ def leases(lake: Lake) -> tuple[LeaseRecord, ...]:
 
 
 def _record(lake: Lake, lease_id: str, end_ms: int) -> LeaseRecord:
-    expires_at = datetime.fromtimestamp(end_ms / 1000, UTC)
     path = f"leases/{lease_id}/lease.json"
     try:
+        expires_at = datetime.fromtimestamp(end_ms / 1000, UTC)
         body = json.loads(lake.store.read(path))
         fragments = frozenset(FragmentName(commit, prefix) for commit, prefix in body["fragments"])
         return LeaseRecord(lease_id, expires_at, body["reader"], body["revision"], fragments)

@@ -1,6 +1,8 @@
 """Paths of objects and urls of stores: checked, and fit to be printed."""
 
-from urllib.parse import urlsplit, urlunsplit
+import re
+
+_USER = re.compile(r"://[^/]*@")
 
 
 def checked_path(path: str) -> str:
@@ -12,6 +14,5 @@ def checked_path(path: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """A url for people and logs: no user, no password, no query."""
-    parts = urlsplit(str(url))
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+    """A url for people and logs: no user, no password, no query; in a chain (``a::b``) of none of its parts."""
+    return _USER.sub("://", re.split("[?#]", str(url), maxsplit=1)[0])

@@ -71,6 +71,13 @@ class ReadCache:
                     return int(entry[len(_LENGTH) :])
         return None
 
+    def length_of_whole(self, name: str) -> int | None:
+        """Length of an object whose parts can be all of it; None when unknown, or when less is kept than it says."""
+        length, kept = self.length(name), 0
+        with suppress(OSError), os.scandir(self._place(name)) as entries:
+            kept = sum(entry.stat().st_size for entry in entries)
+        return length if length is not None and length <= kept else None
+
     def keep_length(self, name: str, length: int) -> None:
         """Remember the length of an object."""
         place = self._place(name)

@@ -18,16 +18,23 @@ HeadId = NewType("HeadId", str)
 NO_TOKEN = -1
 """In memory, the token one past a window's rows when the sequence ends there (null on disk)."""
 
+MAX_VERSION = 2**63 - 1
+"""Largest number of a target version: what a column of 64-bit integers holds."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class TargetVersion:
-    """Monotonic id of the target weights that produced a feature; 0 is the initial model."""
+    """Monotonic id of the target weights that produced a feature; 0 is the initial model.
+
+    Raises:
+        ValueError: the number is negative, or larger than the lake's columns hold.
+    """
 
     number: int
 
     def __post_init__(self) -> None:
-        if self.number < 0:
-            raise ValueError(f"target version must be >= 0, got {self.number}")
+        if not 0 <= self.number <= MAX_VERSION:
+            raise ValueError(f"target version must be in [0, {MAX_VERSION}], got {self.number}")
 
     def __str__(self) -> str:
         return f"v{self.number:09d}"
@@ -142,6 +149,11 @@ class FragmentLayout:
     def aux_width(self) -> int:
         """Elements per aux row: ``len(layer_ids) * hidden_size``."""
         return len(self.layer_ids) * self.hidden_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one feature row, aux and final, as elements of ``dtype``."""
+        return (self.aux_width + self.hidden_size) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

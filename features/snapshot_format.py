@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,6 +16,8 @@ from features.commits import CommitName
 from features.digests import canonical_json
 from features.errors import CorruptDataError, LakeContractError
 from features.schema import FORMAT_VERSION
+
+_MARKER = re.compile(r"snapshots/(\d{9,})\.json")
 
 State = Literal["kept", "fence", "dropped"]
 """What a snapshot says of a commit: its rows are here; it has no row; retention gave it up."""
@@ -73,6 +76,12 @@ class Snapshot:
 def marker_path(number: int) -> str:
     """Where a snapshot's marker is."""
     return f"snapshots/{number:09d}.json"
+
+
+def marker_number(path: str) -> int | None:
+    """The number of the snapshot whose marker this is; None: no name of ours."""
+    match = _MARKER.fullmatch(path)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)

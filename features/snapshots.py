@@ -8,7 +8,6 @@ still listed, or is covered by the snapshot found afterwards.
 
 import hashlib
 import io
-import re
 import threading
 import time
 from collections import Counter
@@ -24,7 +23,15 @@ import pyarrow.parquet as pq
 from features.commits import CommitName, as_commit_rows, revision_path
 from features.errors import CorruptDataError
 from features.schema import COMMIT_SCHEMA, LakeRevision, TargetVersion
-from features.snapshot_format import Covered, Part, Snapshot, decode_covered, decode_marker, marker_path
+from features.snapshot_format import (
+    Covered,
+    Part,
+    Snapshot,
+    decode_covered,
+    decode_marker,
+    marker_number,
+    marker_path,
+)
 from features.storage import Store
 from features.tombstones import Hidden, hidden
 
@@ -39,7 +46,6 @@ MAX_VIEW_AGE_S = 600.0
 CATALOG_ORDER = ("target_version", "sample_id", "start", "plan_id", "window_index", "attempt")
 """How the rows of a snapshot and of a catalog are ordered."""
 
-_MARKER = re.compile(r"snapshots/(\d{9,})\.json")
 _READS = 5
 _READERS = 8
 
@@ -224,8 +230,8 @@ class Snapshots:
         return covered is not None and covered.state == "dropped"
 
     def _numbers(self) -> list[int]:
-        matches = map(_MARKER.fullmatch, self._store.list("snapshots"))
-        return sorted(int(match[1]) for match in matches if match)
+        numbers = map(marker_number, self._store.list("snapshots"))
+        return sorted(number for number in numbers if number is not None)
 
     def _read_if_there(self, number: int) -> Snapshot | None:
         try:

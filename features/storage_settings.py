@@ -26,7 +26,7 @@ _TABLE = ("lake", "storage")
 _SECRET_WORDS = ("secret", "token", "password", "access_key", "credential")
 _SECRET_NAMES = frozenset({"key", "username", "sse_customer_key"})
 _ADDRESS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-_ADDRESS = "http://HOST:PORT or https://HOST:PORT, without user or password"
+_ADDRESS = "http://HOST:PORT or https://HOST:PORT, without user, password, query or fragment"
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 
@@ -209,8 +209,14 @@ def _require_sense(settings: StorageSettings, where: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    parts = urlsplit(text)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # a port that is no number is refused when it is asked for
+    except ValueError:
+        return False
+    # A query or fragment may be a signature, and the client would quote it in its errors.
+    bare = "@" not in parts.netloc and "?" not in text and "#" not in text
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and bare
 
 
 def _hoisted(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from features.errors import CorruptDataError, LakeContractError
 from features.lake import Lake
 from features.leases import LeaseRecord, leases
 from features.retention import Pin, pins
+from features.snapshot_format import marker_number
 from features.snapshots import Listing
 from features.storage import ObjectFacts
 from features.tombstones import Hidden, mark_path
@@ -147,7 +148,8 @@ def _not_listed(
             case "commits":
                 compared = CommitName.parse(path) is not None
             case "snapshots":
-                compared = name.endswith(".json") and int(name.removesuffix(".json")) > newest
+                number = marker_number(path)
+                compared = number is not None and number > newest
             case "leases":
                 compared = "/until." in path and path.rpartition("/")[0] not in leased
             case "tombstones" | "revisions":

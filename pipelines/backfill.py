@@ -14,8 +14,9 @@ from features.catalog import Catalog
 from features.collect.backfill_record import FinishedPartition, store_finished
 from features.collect.partition import PartitionReport
 from features.collect.sampling_proof import Z_LIMIT, SamplingEvidence
+from features.collect.trial import is_registered, require_agreement
 from features.content import content_digest
-from features.errors import InputError, ProofFailedError
+from features.errors import InputError
 from features.lake import Lake
 from features.schema import TargetVersion
 from pipelines.backfill_plan import Part, Prepared, StepBar, estimate, open_partitions, prepare, said
@@ -30,9 +31,6 @@ from pipelines.backfill_spec import (
 from pipelines.backfill_worker import Crew, Job, crew
 from pipelines.collect import describe_version
 from pipelines.context import RunContext
-
-_ENOUGH_WINDOWS = 4
-"""Compared windows from which on a trial in which none agrees is no accident."""
 
 
 def plan_backfill(
@@ -93,7 +91,10 @@ def backfill(spec: BackfillSpec, ctx: RunContext, only: Collection[str] | None =
         if any(part.finished is None for part in chosen):
             planned = estimate(prepared, workers)
             ctx.progress.say(said(planned))
-            _require_right_weights(spec, prepared.lake, planned)
+            if not is_registered(prepared.lake, described[0]):
+                require_agreement(
+                    described[0], compared=planned.trial_windows, agreeing=planned.trial_agreeing
+                )
         started = time.monotonic()
         reports = _collect(spec, prepared, chosen, ctx, workers, bar)
         seconds = time.monotonic() - started
@@ -105,18 +106,6 @@ def backfill(spec: BackfillSpec, ctx: RunContext, only: Collection[str] | None =
             f"accident). Is the temperature recorded as it was, and are these the weights? The windows are kept."
         )
     return report
-
-
-def _require_right_weights(spec: BackfillSpec, lake: Lake, plan: BackfillPlan) -> None:
-    """Refuse weights with which no rollout of a trial agrees, while their number can still be taken back."""
-    known = any(record.version.number == spec.version for record in lake.versions())
-    if not known and plan.trial_windows >= _ENOUGH_WINDOWS and not plan.trial_agreeing:
-        raise ProofFailedError(
-            f"not one of the first {plan.trial_windows} windows agrees with its recorded logprobs: {spec.target} does "
-            f"not hold the weights that sampled them, or the logprobs were not recorded as stated. No window "
-            f"was written, and version {spec.version} is still free. Check --target, --version, --logprob-kind and "
-            f"--temperature"
-        )
 
 
 def _collect(
@@ -176,7 +165,7 @@ def _jobs(spec: BackfillSpec, prepared: Prepared, parts: Sequence[Part]) -> list
 def _quota_tokens(spec: BackfillSpec, prepared: Prepared) -> int | None:
     limits = [] if spec.quota_tokens is None else [spec.quota_tokens]
     if spec.quota_bytes is not None:
-        limits.append(spec.quota_bytes // prepared.row_bytes)
+        limits.append(spec.quota_bytes // prepared.layout.row_bytes)
     return min(limits, default=None)
 
 

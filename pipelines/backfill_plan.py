@@ -72,12 +72,6 @@ class Prepared:
         """Parts that are not finished."""
         return [part for part in self.parts if part.finished is None]
 
-    @property
-    def row_bytes(self) -> int:
-        """Feature bytes of a row."""
-        layout = self.layout
-        return (layout.aux_width + layout.hidden_size) * layout.dtype.itemsize
-
 
 class StepBar:
     """Where the workers' steps go: to whichever bar is shown."""
@@ -194,7 +188,7 @@ def estimate(prepared: Prepared, workers: Crew | None) -> BackfillPlan:
         rollouts=fates.count(Fate.WANTED),
         windows=sum(int(part.scan.windows[part.wanted].sum(dtype=np.int64)) for part in parts),
         tokens=tokens,
-        nbytes=tokens * prepared.row_bytes,
+        nbytes=tokens * prepared.layout.row_bytes,
         forward_tokens=forward_tokens,
         tokens_per_second=trial and trial.tokens_per_second,
         seconds=trial and forward_tokens / trial.tokens_per_second,

@@ -13,7 +13,7 @@ from features.collect.proofs import AgreementSummary, LogprobTolerance
 from features.collect.sampling import SamplingPolicy
 from features.collect.sampling_proof import SamplingEvidence
 from features.collect.sources import SourceOptions
-from features.schema import FeatureDtype
+from features.schema import MAX_VERSION, FeatureDtype
 from training.spec import Spec
 
 _SAMPLING = SamplingPolicy()
@@ -26,7 +26,7 @@ class TargetSpec(Spec):
     lake: str
     target: str
     """Directory of the target's weights at ``version``."""
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
     """Rollouts of other versions are counted, and taken by a backfill of their own."""
     take_unversioned: bool = False
     """Take rollouts of unknown or mixed version as ``version``; their windows stay unverified."""
@@ -93,9 +93,9 @@ class BackfillSpec(TargetSpec):
     """Added to an engine's numeric weight label to give the version."""
     logprob_kind: Literal["engine_raw", "engine_processed", "engine_unknown"] | None = None
     """What the engine recorded, where the source does not say; so are the next three."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     quota_tokens: Annotated[int, Field(ge=1)] | None = None
     """Feature rows that this run may add to the lake."""
     quota_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -9,13 +9,11 @@ import os
 import signal
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,17 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from features.collect.committed import CommittedSpans
-from features.collect.cut import cut_window
+from features.collect.forwards import DEFAULT_BATCH_TOKENS, HF_TAP, TapModule, open_tap
 from features.collect.partition import PartitionReport, Session, collect_partition
-from features.collect.proofs import logprob_agreement
 from features.collect.rollouts import Rollout
-from features.collect.run import DEFAULT_BATCH_TOKENS, HF_TAP, TapModule, batches, open_tap, register_proven
-from features.collect.scan import Fate, PartitionScan, candidate_spans, scan_partition
+from features.collect.run import register_proven
+from features.collect.scan import Fate, PartitionScan, scan_partition
 from features.collect.sources import SourceCounts, SourcePartition, read_partition
+from features.collect.trial import Trial, try_rollouts, unregistered
 from features.errors import DraftlakeError
 from features.heads import HeadSnapshot
 from features.lake import Lake
-from features.quarantine import quarantine
+from features.quarantine import Refusal, quarantine
 from features.schema import FeatureDtype, FragmentLayout, TargetVersion, VersionRecord
 from pipelines.backfill_spec import BackfillSpec, TargetSpec
 from pipelines.collect import describe_version, layer_ids_of, load_target
@@ -41,8 +39,6 @@ from pipelines.device import compute_device
 
 Described = tuple[VersionRecord, HeadSnapshot]
 """What ``describe_version`` found in a target's directory."""
-_TRIED_ROLLOUTS = 16
-"""Rollouts of the forward that is timed for the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +51,6 @@ class Job:
     fates: NDArray[np.uint8]
     max_tokens: int | None
     """Feature rows it may add to the lake; None: no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A short forward over a partition's first wanted rollouts."""
-
-    tokens_per_second: float
-    windows_compared: int
-    """Windows with logprobs that could be compared."""
-    windows_agreeing: int
 
 
 class Worker:
@@ -89,31 +75,8 @@ class Worker:
 
     def trial(self, partition: SourcePartition) -> Trial | None:
         """Run the partition's first wanted rollouts twice and time the second; None without any. Writes nothing."""
-        spec, options = self._spec, self._spec.source_options
-        items = read_partition(partition, options, SourceCounts())
-        wanted = (i for i in items if candidate_spans(i, self._version, spec.policy))
-        found = [item for item in islice(wanted, _TRIED_ROLLOUTS) if isinstance(item, Rollout)]
-        batch = next(batches(found, DEFAULT_BATCH_TOKENS), None)
-        if batch is None:
-            return None
-        record, head = self._describe()
-        layout = layout_of_spec(spec, Lake.open(spec.lake), record)
-        tap, ids = open_tap(HF_TAP), [rollout.token_ids for rollout in batch]
-        for _ in range(2):
-            started = time.perf_counter()
-            features = tap.forward_features(self._target(), ids, layout.layer_ids)
-            elapsed = time.perf_counter() - started
-        windows = [
-            cut_window(rollout, span, aux, final, version=self._version, layout=layout)
-            for rollout, (aux, final) in zip(batch, features, strict=True)
-            for span in candidate_spans(rollout, self._version, spec.policy)
-        ]
-        verdicts = [logprob_agreement(window, head, spec.tolerance).verdict for window in windows]
-        return Trial(
-            tokens_per_second=sum(map(len, ids)) / elapsed,
-            windows_compared=len(verdicts) - verdicts.count("unverified"),
-            windows_agreeing=verdicts.count("agrees"),
-        )
+        items = read_partition(partition, self._spec.source_options, SourceCounts())
+        return try_spec(self._spec, items, *self._describe(), target=self._target)
 
     def collect(self, job: Job) -> PartitionReport:
         """Collect a partition.
@@ -149,10 +112,7 @@ class Worker:
         """
         if self._bystander is None:
             (record, head), spec = self._describe(), self._spec
-            there = Lake.open(spec.lake)
-            lake = Lake.init(f"memory://draftlake-{uuid.uuid4().hex}", there.target)
-            lake.put_head(head)
-            lake.register_version(record)
+            lake = unregistered(Lake.open(spec.lake), record, head)
             self._bystander = session_of(spec, None, open_tap(HF_TAP), record, head, lake)
         return self._bystander
 
@@ -161,6 +121,26 @@ class Worker:
             lake = Lake.open(self._spec.lake)
             self._described = describe_version(lake, Path(self._spec.target), self._version)
         return self._described
+
+
+def try_spec(
+    spec: TargetSpec,
+    items: Iterable[Rollout | Refusal],
+    record: VersionRecord,
+    head: HeadSnapshot,
+    *,
+    target: Callable[[], Any],
+) -> Trial | None:
+    """:func:`features.collect.trial.try_rollouts` as a spec asks for it; ``target`` loads the model when it is needed.
+
+    Raises:
+        InputError: a layer id does not fit the target.
+    """
+    layout = layout_of_spec(spec, Lake.open(spec.lake), record)
+    return try_rollouts(
+        items, tap=open_tap(HF_TAP), target=target, record=record, head=head, layout=layout, policy=spec.policy,
+        tolerance=spec.tolerance,
+    )  # fmt: skip
 
 
 def layout_of_spec(spec: TargetSpec, lake: Lake, record: VersionRecord) -> FragmentLayout:

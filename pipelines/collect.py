@@ -2,7 +2,9 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +12,7 @@ from pydantic import Field
 
 from features.collect.collector import DEFAULT_FRAGMENT_TOKENS
 from features.collect.proofs import LogprobTolerance
+from features.collect.replay import replay_rollouts
 from features.collect.report import CollectReport
 from features.collect.rollouts import Rollout, read_rollouts
 from features.collect.run import collect_rollouts
@@ -17,11 +20,12 @@ from features.collect.sampling import SamplingPolicy
 from features.errors import InputError, TargetMismatchError, VersionConflictError
 from features.heads import HeadSnapshot, head_from_checkpoint
 from features.lake import Lake
-from features.schema import FeatureDtype, TargetVersion, VersionRecord
+from features.schema import MAX_VERSION, FeatureDtype, FragmentLayout, TargetVersion, VersionRecord
 from features.target import default_layer_ids, describe_target, weights_digest
 from pipelines.context import RunContext
 from pipelines.device import compute_device
 from pipelines.progress import Advance
+from pipelines.replay import served_engine, started_engine
 from training.spec import Spec
 
 _SAMPLING = SamplingPolicy()
@@ -35,7 +39,7 @@ class CollectSpec(Spec):
     """Rollout files, one JSON object per line."""
     target: str
     """Directory of the target's weights at ``version``."""
-    version: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
     layer_ids: tuple[int, ...] | None = None
     """Aux layer ids (blocks applied); None takes the EAGLE-3 default (2, n/2, n-3)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -48,6 +52,10 @@ class CollectSpec(Spec):
     fragment_tokens: Annotated[int, Field(ge=1)] = DEFAULT_FRAGMENT_TOKENS
     """Rows at which a fragment is committed: what a crash may lose, and what is held in memory."""
     seed: int = _SAMPLING.seed
+    engine: Annotated[str, Field(pattern=r"^(transformers|vllm|https?://.+)$")] = "transformers"
+    """What computes the features: the target as a transformers module, a vLLM started here, or a served one's URL."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """With ``vllm``: further arguments of ``vllm.LLM``, such as ``max_model_len``."""
     writer_id: str = "draftlake-collect"
 
 
@@ -61,18 +69,21 @@ def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
         InputError: a file is missing, a layer id does not fit, or the target is not the lake's.
         VersionConflictError: the version number is taken by other weights.
         ProofFailedError: the tap does not read what it claims to read.
+        EngineError: the vLLM engine refused or failed.
     """
     lake = Lake.open(spec.lake)
     folder = Path(spec.target)
-    layer_ids = _layer_ids(spec, lake)
+    layer_ids = layer_ids_of(spec.layer_ids, lake)
     paths = _existing(spec.rollouts)
     record, head = describe_version(lake, folder, TargetVersion(spec.version))
     entries = [entry for path in paths for entry in read_rollouts(path)]
-    with ctx.progress.bar(f"collect {record.version}", total=len(entries)) as advance:
-        return collect_rollouts(
+    with (
+        _source(spec, layer_ids, lake.target.num_layers) as collect_from,
+        ctx.progress.bar(f"collect {record.version}", total=len(entries)) as advance,
+    ):
+        return collect_from(
             lake,
             entries,
-            model=load_target(folder, compute_device()),
             head=head,
             record=record,
             layer_ids=layer_ids,
@@ -83,6 +94,32 @@ def collect(spec: CollectSpec, ctx: RunContext) -> CollectReport:
             fragment_tokens=spec.fragment_tokens,
             progress=_advance_by(advance),
         )
+
+
+@contextmanager
+def _source(
+    spec: CollectSpec, layer_ids: tuple[int, ...], num_layers: int
+) -> Iterator[Callable[..., CollectReport]]:
+    """The collecting function of the asked engine, which lives as long as the block."""
+    folder = Path(spec.target)
+    if spec.engine_options and spec.engine != "vllm":
+        raise InputError(
+            f"engine options {sorted(spec.engine_options)} are for a vLLM that is started here: give --engine vllm"
+        )
+    if spec.engine == "transformers":
+        yield partial(collect_rollouts, model=load_target(folder, compute_device()))
+    elif spec.engine == "vllm":
+        with started_engine(
+            folder,
+            layer_ids=layer_ids,
+            num_layers=num_layers,
+            dtype=spec.engine_dtype,
+            options=spec.engine_options,
+        ) as engine:
+            yield partial(replay_rollouts, engine=engine)
+    else:
+        with served_engine(spec.engine, folder) as engine:
+            yield partial(replay_rollouts, engine=engine)
 
 
 def _advance_by(advance: Advance) -> Callable[[CollectReport], None]:
@@ -117,7 +154,7 @@ def plan_collect(spec: CollectSpec) -> CollectPlan:
         InputError, VersionConflictError: as :func:`collect` would raise them.
     """
     lake = Lake.open(spec.lake)
-    layer_ids = _layer_ids(spec, lake)
+    layer_ids = layer_ids_of(spec.layer_ids, lake)
     version = TargetVersion(spec.version)
     describe_version(lake, Path(spec.target), version)
     entries = [e for path in _existing(spec.rollouts) for e in read_rollouts(path)]
@@ -126,14 +163,14 @@ def plan_collect(spec: CollectSpec) -> CollectPlan:
     policy = _policy(spec)
     spans = [span for r in ours for span in policy.plan(r, version)]
     tokens = sum(span.num_rows for span in spans)
-    row_bytes = (len(layer_ids) + 1) * lake.target.hidden_size * FeatureDtype(spec.dtype).itemsize
+    layout = FragmentLayout(layer_ids, FeatureDtype(spec.dtype), lake.target.hidden_size)
     return CollectPlan(
         rollouts=len(readable),
         refused=dict(Counter(str(e.reason) for e in entries if not isinstance(e, Rollout))),
         other_version=len(readable) - len(ours),
         windows=len(spans),
         tokens=tokens,
-        nbytes=tokens * row_bytes,
+        nbytes=tokens * layout.row_bytes,
     )
 
 
@@ -141,14 +178,14 @@ def _policy(spec: CollectSpec) -> SamplingPolicy:
     return SamplingPolicy(sample_rate=spec.sample_rate, max_tokens=spec.max_tokens, seed=spec.seed)
 
 
-def _layer_ids(spec: CollectSpec, lake: Lake) -> tuple[int, ...]:
+def layer_ids_of(asked: tuple[int, ...] | None, lake: Lake) -> tuple[int, ...]:
     """The asked aux layer ids, or the default ones.
 
     Raises:
         InputError: they are not ascending ids of this target.
     """
     num_layers = lake.target.num_layers
-    ids = spec.layer_ids or default_layer_ids(num_layers)
+    ids = asked or default_layer_ids(num_layers)
     if list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers:
         raise InputError(
             f"layer ids {list(ids)} do not fit a target of {num_layers} blocks: a layer id is the number of "

@@ -7,7 +7,7 @@ revision that it began with.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from features.digests import canonical_json
-from features.errors import InputError, VersionConflictError
+from features.errors import CorruptDataError, InputError, VersionConflictError
 from features.heads import HeadSnapshot
 from features.storage import LocalStore
 from features.windows import Window
@@ -41,8 +41,8 @@ def plan_export(spec: ExportSpec) -> ExportReport:
     Raises:
         InputError, VersionConflictError: as :func:`export` would raise them.
     """
-    _, begun = _folder(spec)
-    plan = make_plan(spec, revision=_revision(begun))
+    store, begun = _folder(spec)
+    plan = make_plan(spec, revision=_revision(store, begun))
     if isinstance(plan, ExportReport):
         return plan
     _require_same(spec, begun, plan.document)
@@ -61,14 +61,14 @@ def export(spec: ExportSpec, ctx: RunContext) -> ExportReport:
         CorruptDataError: a window cannot be read.
     """
     store, begun = _folder(spec)
-    plan = make_plan(spec, revision=_revision(begun))
+    plan = make_plan(spec, revision=_revision(store, begun))
     if isinstance(plan, ExportReport):
         return plan
     _require_same(spec, begun, plan.document)
     for name in filter(_TEMPORARY.search, store.list_temporary()):
         store.delete(name)
     if store.exists(REPORT_FILE):
-        return _complete(plan.report, json.loads(store.read(REPORT_FILE)))
+        return _complete(store, plan.report)
     writer = SampleWriter(store, _shape(spec, plan))
     notes = _notes(plan.lake.head_of(plan.record.version), spec.to)
     if begun is None:
@@ -87,9 +87,30 @@ def export(spec: ExportSpec, ctx: RunContext) -> ExportReport:
     return replace(plan.report, **done, notes=notes, files_present=present, outcome="written")
 
 
-def _complete(report: ExportReport, done: Mapping[str, Any]) -> ExportReport:
+def _complete(store: LocalStore, report: ExportReport) -> ExportReport:
+    """What the run that completed this export reported, its files looked at again.
+
+    Raises:
+        CorruptDataError: files were removed or cut since. A trainer may have put others beside them.
+    """
+    done = _document(store.read(REPORT_FILE), where=f"{store.url}/{REPORT_FILE}")
+    sizes = [facts.size for path, facts in store.scan("").items() if path not in (PLAN_FILE, REPORT_FILE)]
+    if len(sizes) < done["files"] or sum(sizes) < done["nbytes"]:
+        raise CorruptDataError(
+            f"{store.url} holds {len(sizes)} files of {sum(sizes):,} bytes, and its export wrote {done['files']} of "
+            f"{done['nbytes']:,}: some were removed or cut. Put them back, or export to an empty folder."
+        )
     found = {**done, "notes": tuple(done["notes"]), "files_present": done["files"]}
     return replace(report, **found, outcome="complete")
+
+
+def _document(raw: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(raw))
+    except (TypeError, ValueError) as error:
+        raise CorruptDataError(
+            f"{where} is not as the export wrote it ({error}): export to an empty folder"
+        ) from error
 
 
 def _folder(spec: ExportSpec) -> tuple[LocalStore, bytes | None]:
@@ -113,8 +134,10 @@ def _folder(spec: ExportSpec) -> tuple[LocalStore, bytes | None]:
     return store, None
 
 
-def _revision(begun: bytes | None) -> str | None:
-    return None if begun is None else str(json.loads(begun)["revision"])
+def _revision(store: LocalStore, begun: bytes | None) -> str | None:
+    if begun is None:
+        return None
+    return str(_document(begun, where=f"{store.url}/{PLAN_FILE}").get("revision"))
 
 
 def _require_same(spec: ExportSpec, begun: bytes | None, document: bytes) -> None:

@@ -1,5 +1,6 @@
 """What narrows a selection beyond versions, split and proof: the same fields wherever one is named."""
 
+import math
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -34,6 +35,9 @@ class Narrowing(Spec):
     def _bounds_leave_room(self) -> "Narrowing":
         for name in BOUNDED:
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            for place, bound in ((f"min_{name}", low), (f"max_{name}", high)):
+                if bound is not None and math.isnan(bound):
+                    raise ValueError(f"{place} is no number, so nothing can match")
             if low is not None and high is not None and not low <= high:
                 raise ValueError(f"min_{name} {low:g} is above max_{name} {high:g}, so nothing can match")
         return self

@@ -12,12 +12,13 @@ from features.collect.partition import Session, collect_partition
 from features.collect.rollouts import Reason, RecordError, Rollout, rollout_from_record, rollout_problem
 from features.collect.sources.partitions import SourceOptions, SourcePartition
 from features.collect.sources.row import Row
+from features.collect.trial import is_registered, require_agreement
 from features.errors import InputError
 from features.lake import Lake
 from features.quarantine import QuarantinedRun, Refusal, iter_quarantine, resolve
 from features.schema import TargetVersion
 from pipelines.backfill_spec import TargetSpec, merged_counts
-from pipelines.backfill_worker import open_session
+from pipelines.backfill_worker import open_session, try_spec
 from pipelines.collect import describe_version, load_target
 from pipelines.context import RunContext
 from pipelines.device import compute_device
@@ -36,8 +37,8 @@ class QuarantineSpec(TargetSpec):
     """Only those of this reason."""
 
 
-class RetryReport(Spec):
-    """``open == retried + not_retriable``; ``retried == collected + duplicates + sum(refused.values()) + skipped``."""
+class RetryPlan(Spec):
+    """Which refusals can be tried again: ``open == retried + not_retriable``."""
 
     run: str
     open: int
@@ -46,6 +47,11 @@ class RetryReport(Spec):
     """Of them, those that cannot be tried again: their record could not be read, was not kept whole, or
     has no place in this version."""
     retried: int
+
+
+class RetryReport(RetryPlan):
+    """What became of them: ``retried == collected + duplicates + sum(refused.values()) + skipped``."""
+
     collected: int
     duplicates: int
     """Rollouts that the lake held meanwhile."""
@@ -100,6 +106,7 @@ def retry(spec: QuarantineSpec, ctx: RunContext) -> RetryReport:
 
     Raises:
         InputError: nothing of that run is in quarantine, or as :func:`pipelines.backfill.backfill`.
+        ProofFailedError: as :func:`pipelines.backfill.backfill`; nothing was registered.
     """
     lake = Lake.open(spec.lake)
     session: Session | None = None
@@ -108,10 +115,33 @@ def retry(spec: QuarantineSpec, ctx: RunContext) -> RetryReport:
         tries = _tries(part, spec)
         if tries.rollouts and session is None:
             ctx.progress.say(f"loading the target of v{spec.version}")
-            described = describe_version(lake, Path(spec.target), TargetVersion(spec.version))
-            session = open_session(spec, load_target(Path(spec.target), compute_device()), *described)
+            session = _opened(spec, lake)
         reports.append(_retry_part(session, part, tries, spec))
     return _added(spec.run, reports)
+
+
+def plan_retry(spec: QuarantineSpec) -> RetryPlan:
+    """What :func:`retry` would try; runs no model and writes nothing.
+
+    Raises:
+        InputError: as :func:`retry` would raise it before its first forward.
+    """
+    lake = Lake.open(spec.lake)
+    describe_version(lake, Path(spec.target), TargetVersion(spec.version))
+    tries = [_tries(part, spec) for part in _parts(lake, spec.run)]
+    opened, tried = sum(t.open for t in tries), sum(len(t.rollouts) for t in tries)
+    return RetryPlan(run=spec.run, open=opened, not_retriable=opened - tried, retried=tried)
+
+
+def _opened(spec: QuarantineSpec, lake: Lake) -> Session:
+    """What collects with the given weights; a number that is not registered must pass a trial over the whole run."""
+    described = describe_version(lake, Path(spec.target), TargetVersion(spec.version))
+    model = load_target(Path(spec.target), compute_device())
+    rollouts = (rollout for part in _parts(lake, spec.run) for _, rollout in _tries(part, spec).rollouts)
+    trial = try_spec(spec, rollouts, *described, target=lambda: model)
+    if trial is not None and not is_registered(lake, described[0]):
+        require_agreement(described[0], compared=trial.windows_compared, agreeing=trial.windows_agreeing)
+    return open_session(spec, model, *described)
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,7 +335,7 @@ def admission_problem(rollout: Rollout, record: VersionRecord) -> tuple[Reason, 
             f"sampled by version {rollout.version}, this run collects {record.version}",
         )
     worst = max(rollout.token_ids)
-    if worst >= record.vocab_size or min(rollout.token_ids) < 0:
+    if worst >= record.vocab_size:
         return (
             Reason.TOKEN_OUT_OF_VOCAB,
             f"a token id (largest {worst}) is outside [0, {record.vocab_size})",

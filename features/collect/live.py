@@ -17,10 +17,11 @@ from types import TracebackType
 
 import numpy as np
 
+from features.collect.collector import admission_problem
 from features.collect.live_batch import LiveBatch
 from features.collect.live_ledger import Ledger
 from features.collect.live_options import DEFAULT_LIVE, LiveOptions, LiveReport
-from features.collect.live_plan import LivePlan, RowsAtHand, RowsOnTheWay, row_bytes
+from features.collect.live_plan import LivePlan, RowsAtHand, RowsOnTheWay
 from features.collect.live_worker import FlushAll, LiveWorker, NewVersion, Offered, refusal_of
 from features.collect.proofs import LogprobTolerance
 from features.collect.rollout import Reason, Rollout, rollout_problem
@@ -230,7 +231,7 @@ class LiveCollector:
             counts["skipped_by_sampling"] += 1
             return None
         rollout = batch.rollout(sequence)
-        problem = _problem(rollout, record)
+        problem = rollout_problem(rollout) or admission_problem(rollout, record)
         digest = batch.content_digest(sequence)
         if problem is None and (known := self._seen.get(sample_id)) is not None:
             if known == digest:
@@ -255,33 +256,13 @@ class LiveCollector:
         if budget is not None and self._planned_tokens + rows > budget.tokens:
             counts["over_budget_windows"] += len(spans)
             return 0
-        if self._worker.crashed or not self._ledger.reserve(len(spans), rows * row_bytes(self.layout)):
+        if self._worker.crashed or not self._ledger.reserve(len(spans), rows * self.layout.row_bytes):
             counts.update(dropped_windows=len(spans), dropped_tokens=rows)
             del self._seen[rollout.sample_id]  # it may be taken when it comes again
             return 0
         self._planned_tokens += rows
-        return rows * row_bytes(self.layout)
+        return rows * self.layout.row_bytes
 
     def _settle(self, plan: LivePlan) -> None:
         found = self._open_plans.pop(id(plan), None)
         assert found is plan, "a plan is offered or abandoned once, to the collector that made it"
-
-
-def _problem(rollout: Rollout, record: VersionRecord) -> tuple[Reason, str] | None:
-    """Why a sequence cannot be collected at this version, or None."""
-    if rollout.version is None:
-        return Reason.VERSION_MISSING, "no version is given; never taken as current"
-    if rollout.version != record.version.number:
-        return (
-            Reason.VERSION_MISMATCH,
-            f"sampled by version {rollout.version}, the module is {record.version}",
-        )
-    problem = rollout_problem(rollout)
-    if problem is not None:
-        return problem
-    low, high = min(rollout.token_ids), max(rollout.token_ids)
-    if low < 0 or high >= record.vocab_size:
-        return Reason.TOKEN_OUT_OF_VOCAB, f"token ids {low} to {high} are not in [0, {record.vocab_size})"
-    if not any(rollout.sampled_mask):
-        return Reason.NOTHING_SAMPLED, "no token is marked as sampled: nothing to learn or to verify"
-    return None

@@ -10,7 +10,7 @@ from features.bfloat16 import Stored
 from features.collect.live_batch import BatchLayout
 from features.collect.rollout import Rollout
 from features.collect.sampling import WindowSpan
-from features.schema import FragmentLayout, TargetVersion
+from features.schema import TargetVersion
 
 
 class RowsOnTheWay(Protocol):
@@ -58,8 +58,3 @@ class LivePlan:
     def num_windows(self) -> int:
         """Windows of all pieces."""
         return sum(len(spans) for _, spans in self.pieces)
-
-
-def row_bytes(layout: FragmentLayout) -> int:
-    """Stored bytes of one feature row, aux and final."""
-    return (layout.aux_width + layout.hidden_size) * layout.dtype.itemsize

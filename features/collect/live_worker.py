@@ -18,7 +18,7 @@ from features.bfloat16 import Stored, to_float32
 from features.collect.cut import window_of_rows
 from features.collect.live_ledger import Ledger
 from features.collect.live_options import LiveOptions
-from features.collect.live_plan import LivePlan, RowsOnTheWay, row_bytes
+from features.collect.live_plan import LivePlan, RowsOnTheWay
 from features.collect.proofs import LogprobTolerance, feature_fault, logprob_agreement
 from features.collect.rollout import Reason, Rollout
 from features.collect.sampling import SamplingPolicy, WindowSpan
@@ -247,7 +247,7 @@ class LiveWorker:
             self._ledger.count(verified=verified, unverified=len(windows) - verified)
             self._push()
             return
-        nbytes = sum(span.num_rows for span in spans) * row_bytes(self._layout)
+        nbytes = sum(span.num_rows for span in spans) * self._layout.row_bytes
         self._ledger.refuse_windows(fault[0].value, len(spans), nbytes)
         self.refuse(version, refusal_of(rollout, *fault))
 

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from features.collect.collector import Collector
 from features.collect.committed import CommittedSpans
+from features.collect.forwards import TapModule, batches, longest_sequence
 from features.collect.proofs import AgreementSummary, LogprobTolerance
 from features.collect.report import CollectReport
 from features.collect.rollouts import Reason, Rollout
-from features.collect.run import TapModule, batches, longest_sequence
 from features.collect.sampling import SamplingPolicy
 from features.collect.sampling_proof import MAX_TOKENS_TESTED, SamplingEvidence, sampling_evidence
-from features.collect.scan import Fate, candidate_spans
+from features.collect.scan import Fate
+from features.collect.trial import candidate_spans
 from features.errors import InputError
 from features.heads import HeadSnapshot
 from features.lake import Lake

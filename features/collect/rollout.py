@@ -25,6 +25,8 @@ _MAX_LOGPROB = 1e-3
 """A logprob is <= 0; engines overshoot by rounding only."""
 
 
+_MAX_TOKEN_ID = 2**31 - 1
+"""What the lake's columns hold, and more than any vocabulary has."""
 _FLOAT32 = 3.4028234663852886e38
 _RANGES = (
     ("temperature", 0.0, _FLOAT32),
@@ -192,6 +194,10 @@ def rollout_problem(rollout: Rollout) -> tuple[Reason, str] | None:
         return Reason.LENGTH_MISMATCH, "token_ids is empty"
     if (problem := _value_problem(rollout)) is not None:
         return Reason.BAD_FIELD, problem
+    least, largest = min(rollout.token_ids), max(rollout.token_ids)
+    if least < 0 or largest > _MAX_TOKEN_ID:
+        wrong = least if least < 0 else largest
+        return Reason.TOKEN_OUT_OF_VOCAB, f"token id {wrong!r:.40} is outside [0, {_MAX_TOKEN_ID}]"
     if not 0 <= rollout.prompt_length <= length:
         return Reason.LENGTH_MISMATCH, f"prompt_length {rollout.prompt_length} is outside [0, {length}]"
     for name in ("sampled_mask", "loss_mask", "trainer_logprobs", "advantages"):

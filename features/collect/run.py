@@ -4,20 +4,27 @@ Loads no deep-learning framework itself: the tap is named by module path and imp
 """
 
 import hashlib
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from features.collect.collector import DEFAULT_FRAGMENT_TOKENS, Collector
+from features.collect.forwards import (
+    DEFAULT_BATCH_TOKENS,
+    HF_TAP,
+    TapModule,
+    batches,
+    longest_sequence,
+    open_tap,
+)
 from features.collect.proofs import LogprobTolerance
 from features.collect.report import CollectReport
 from features.collect.rollouts import Reason, Rollout
 from features.collect.sampling import SamplingPolicy
-from features.errors import VersionConflictError
+from features.collect.trial import Candidates, Trial, is_registered, none_agrees, try_rollouts, unregistered
+from features.errors import ProofFailedError, VersionConflictError
 from features.heads import HeadSnapshot
 from features.lake import Lake
 from features.quarantine import Refusal, quarantine
@@ -25,25 +32,8 @@ from features.schema import FeatureDtype, FragmentLayout, VersionRecord
 
 log = logging.getLogger(__name__)
 
-HF_TAP = "features.collect.taps.hf"
-DEFAULT_BATCH_TOKENS = 4096
-"""Tokens of one forward, padding included."""
 PROBE_TOKENS = 16
 """Length of the sequence that the aux probe runs."""
-
-
-class TapModule(Protocol):
-    """What a tap module offers; ``model`` is whatever that tap reads."""
-
-    def forward_features(
-        self, model: Any, token_ids: Sequence[Sequence[int]], layer_ids: Sequence[int]
-    ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-        """``(aux [T, m * H], final [T, H])`` of each sequence."""
-        ...
-
-    def aux_probe(self, model: Any, layer_ids: Sequence[int], token_ids: Sequence[int]) -> Any:
-        """Raise ProofFailedError unless the tap's layer ids mean blocks applied."""
-        ...
 
 
 def collect_rollouts(
@@ -68,7 +58,9 @@ def collect_rollouts(
 
     Rollouts without a version, or of another one, go to quarantine. Nothing is written under
     ``data/`` before the aux probe has passed. Safe to kill and run again with the same input:
-    what is committed stays, the rest is completed, nothing is collected twice.
+    what is committed stays, the rest is completed, nothing is collected twice. A version that the
+    lake does not have is registered only when there is a rollout to collect and, of several that
+    can be compared, at least one of the first agrees with its features; otherwise all are refused.
 
     Args:
         progress: called with the counts so far after each forward.
@@ -78,13 +70,24 @@ def collect_rollouts(
 
     Raises:
         VersionConflictError: ``head`` is not the one ``record`` names, or the version is taken.
-        ProofFailedError: the aux probe failed; nothing was collected.
+        ProofFailedError: the aux probe failed, or only later rollouts agree with the weights; nothing was collected.
         InputError: the layer ids do not fit the model.
     """
     layout = FragmentLayout(layer_ids=tuple(layer_ids), dtype=dtype, hidden_size=record.hidden_size)
-    reader = register_proven(lake, model=model, head=head, record=record, layer_ids=layout.layer_ids, tap=tap)
+    reader = open_tap(tap)
+    candidates = Candidates(rollouts, record, policy)
+    registers = is_registered(lake, record) or _agree(
+        try_rollouts(
+            candidates.some(), tap=reader, target=lambda: model, record=record, head=head, layout=layout,
+            policy=policy, tolerance=tolerance,
+        )
+    )  # fmt: skip
+    if registers:
+        register_proven(lake, model=model, head=head, record=record, layer_ids=layout.layer_ids, tap=tap)
+    else:
+        prove(reader, model=model, head=head, record=record, layer_ids=layout.layer_ids)
     collector = Collector(
-        lake,
+        lake if registers else unregistered(lake, record, head),
         version=record.version,
         head_id=record.head_id,
         layout=layout,
@@ -95,13 +98,15 @@ def collect_rollouts(
         on_step=on_step,
     )
     longest = longest_sequence(model)
-    for batch in batches(_admitted(collector, rollouts, longest), batch_tokens):
+    for batch in batches(_admitted(collector, candidates.everything(), longest), batch_tokens):
         features = reader.forward_features(model, [r.token_ids for r in batch], layout.layer_ids)
         for rollout, (aux, final) in zip(batch, features, strict=True):
             collector.add(rollout, aux, final)
         if progress is not None:
             progress(collector.report())
+        _require_nothing_taken(collector.report(), registers)
     report = collector.close()
+    _require_nothing_taken(report, registers)
     record_refusals(lake, collector.refusals, record)
     if report.agreement.windows_refused and not report.verified:
         log.warning(
@@ -110,11 +115,6 @@ def collect_rollouts(
             report.agreement.windows_compared,
         )
     return report
-
-
-def open_tap(tap: str) -> TapModule:
-    """The tap module of that name."""
-    return cast(TapModule, importlib.import_module(tap))
 
 
 def register_proven(
@@ -127,13 +127,36 @@ def register_proven(
         ProofFailedError: the aux probe failed; nothing was stored.
         InputError: the layer ids do not fit the model.
     """
-    _check_head(head, record)
     reader = open_tap(tap)
-    probe = reader.aux_probe(model, layer_ids, _probe_tokens(record))
-    log.info("aux probe of %s passed: %s", record.version, probe)
+    prove(reader, model=model, head=head, record=record, layer_ids=layer_ids)
     lake.put_head(head)
     lake.register_version(record)
     return reader
+
+
+def prove(
+    reader: TapModule, *, model: Any, head: HeadSnapshot, record: VersionRecord, layer_ids: Sequence[int]
+) -> None:
+    """Run the aux probe, with the head that ``record`` names; as :func:`register_proven`, and stores nothing."""
+    _check_head(head, record)
+    probe = reader.aux_probe(model, layer_ids, _probe_tokens(record))
+    log.info("aux probe of %s passed: %s", record.version, probe)
+
+
+def _agree(trial: Trial | None) -> bool:
+    """Whether there is something to collect, and the trial does not speak against these weights."""
+    return trial is not None and not none_agrees(
+        compared=trial.windows_compared, agreeing=trial.windows_agreeing
+    )
+
+
+def _require_nothing_taken(report: CollectReport, registered: bool) -> None:
+    if report.windows and not registered:
+        raise ProofFailedError(
+            f"{report.version}: none of the first rollouts agrees with these weights and later ones do, so the input "
+            f"holds rollouts of several versions under one number. Nothing was written and the number is still free. "
+            f"Sort the rollouts by the version that sampled them."
+        )
 
 
 def _check_head(head: HeadSnapshot, record: VersionRecord) -> None:
@@ -147,12 +170,6 @@ def _check_head(head: HeadSnapshot, record: VersionRecord) -> None:
 def _probe_tokens(record: VersionRecord) -> list[int]:
     """A short sequence of scattered token ids, the same for every version."""
     return [int(t) for t in np.random.default_rng(0).integers(0, record.vocab_size, PROBE_TOKENS)]
-
-
-def longest_sequence(model: Any) -> int | None:
-    """Positions that the model was built for, or None when its config does not say."""
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _admitted(
@@ -169,21 +186,6 @@ def _admitted(
             )
             continue
         yield item
-
-
-def batches(rollouts: Iterable[Rollout], batch_tokens: int) -> Iterator[list[Rollout]]:
-    """Consecutive rollouts whose padded batch stays within ``batch_tokens``; a longer one goes alone."""
-    batch: list[Rollout] = []
-    longest = 0
-    for rollout in rollouts:
-        length = max(longest, len(rollout.token_ids))
-        if batch and length * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch, length = [], len(rollout.token_ids)
-        batch.append(rollout)
-        longest = length
-    if batch:
-        yield batch
 
 
 def record_refusals(lake: Lake, refusals: Sequence[Refusal], record: VersionRecord) -> None:

@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from features.collect.rollouts import Rollout, rollout_problem
+from features.collect.rollouts import Rollout
 from features.collect.sampling import SamplingPolicy, WindowSpan
 from features.collect.sources import SourceCounts
+from features.collect.trial import candidate_spans
 from features.errors import CorruptDataError
 from features.quarantine import Refusal
 from features.schema import TargetVersion
@@ -86,15 +87,6 @@ _COLUMNS: Mapping[str, Any] = {
     "sample": np.uint64, "content": np.uint64, "tokens": np.uint64, "num_rows": np.uint32, "length": np.uint32,
     "windows": np.uint16,
 }  # fmt: skip
-
-
-def candidate_spans(
-    item: Rollout | Refusal, version: TargetVersion, policy: SamplingPolicy
-) -> tuple[WindowSpan, ...]:
-    """The spans that are wanted of a record; none of a refusal, of another version, or when sampled out."""
-    if isinstance(item, Refusal) or item.version != version.number or rollout_problem(item) is not None:
-        return ()
-    return policy.plan(item, version)
 
 
 def scan_partition(

@@ -34,18 +34,6 @@ class PackedRows:
                 f"Give cu_seqlens of the real tokens and, where they differ, of the padded ones."
             )
 
-    @classmethod
-    def of_cu_seqlens(
-        cls, cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int] | None = None
-    ) -> "PackedRows":
-        """From cumulative lengths ``[0, l0, l0 + l1, ...]``, as attention kernels take them.
-
-        Raises:
-            InputError: they do not start at 0, do not grow, or disagree on the number of sequences.
-        """
-        real, padded = _lengths(cu_seqlens), _lengths(cu_seqlens_padded or cu_seqlens)
-        return cls(real, padded)
-
     @property
     def total(self) -> int:
         """Flat rows, padding included."""
@@ -83,11 +71,6 @@ class RankShape:
     def __post_init__(self) -> None:
         if not (0 <= self.cp_rank < self.cp_size and 0 <= self.tp_rank < self.tp_size):
             raise InputError(f"expected 0 <= rank < size for context and tensor parallelism, found {self}")
-
-    @property
-    def padding_multiple(self) -> int:
-        """What each sequence's padded length has to be a multiple of, at least for context parallelism."""
-        return 2 * self.cp_size if self.cp_size > 1 else 1
 
     def rows_held(self, packed: PackedRows) -> Rows:
         """Flat rows of this rank's hidden states ``[L, H]`` between two blocks, in their order there.
@@ -186,10 +169,3 @@ class StageLayout:
     def ids_of(self, stage: int, layer_ids: Sequence[int]) -> tuple[int, ...]:
         """The asked layer ids that appear on a stage, ascending."""
         return tuple(k for k in layer_ids if self.stage_of(k) == stage)
-
-
-def _lengths(cumulative: Sequence[int]) -> tuple[int, ...]:
-    ends = [int(end) for end in cumulative]
-    if len(ends) < 2 or ends[0] != 0 or any(b <= a for a, b in itertools.pairwise(ends)):
-        raise InputError(f"cu_seqlens start at 0 and grow, found {ends[:8]}")
-    return tuple(b - a for a, b in itertools.pairwise(ends))

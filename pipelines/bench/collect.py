@@ -320,7 +320,7 @@ def _meet_store(spec: CollectBenchSpec, root: Path, kind: "type[_SlowStore]") ->
     layout = collector.layout
     rng = np.random.default_rng(spec.seed)
     ids = rng.integers(0, spec.vocab_size, (1, spec.length))
-    nbytes = spec.length * (layout.aux_width + layout.hidden_size) * layout.dtype.itemsize
+    nbytes = spec.length * layout.row_bytes
     aux = rng.standard_normal((spec.length, layout.aux_width), np.float32)
     final = rng.standard_normal((spec.length, layout.hidden_size), np.float32)
     started, rss = time.perf_counter(), _rss()

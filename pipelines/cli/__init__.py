@@ -1,6 +1,6 @@
 """The ``draftlake`` command: thin, typed, honest about its exit code.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 refused by a gate, 4 nothing to do, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 usage, 3 refused by a gate or ended by a quota, 4 nothing to do, 130 interrupted.
 Results go to stdout (``--json`` for machines), progress and errors to stderr.
 """
 
@@ -13,12 +13,27 @@ import sys
 import typer
 
 from features.errors import DraftlakeError, GateRefusedError
-from pipelines.cli import bench, demo, drafts, engines, housekeeping, lake, maintain
+from features.s3_access import StoreAccessError
+from pipelines.cli import (
+    backfill,
+    bench,
+    demo,
+    drafts,
+    engines,
+    export,
+    housekeeping,
+    lake,
+    maintain,
+    quarantine,
+)
 
 COMMAND_GROUP = "draftlake.commands"
 """Entry points here are Typer apps, mounted under their name."""
 LOG_VARIABLE = "DRAFTLAKE_LOG"
 """Level of the log on stderr; ``DEBUG`` also shows where an expected error came from."""
+
+_STORAGE_CLIENTS = ("aiobotocore", "aiohttp", "asyncio", "botocore", "fsspec", "s3fs", "urllib3")
+"""Their debug logs hold requests' headers and bodies, so session tokens and data, and nothing of ours."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +48,7 @@ def build_app() -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
     )
-    for module in (demo, lake, maintain, housekeeping, bench, drafts, engines):
+    for module in (demo, lake, backfill, quarantine, maintain, housekeeping, bench, export, drafts, engines):
         module.add_commands(app)
     for entry in sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda e: e.name):
         app.add_typer(entry.load(), name=entry.name)
@@ -49,6 +64,8 @@ def main() -> None:
         build_app()()
     except DraftlakeError as error:
         _fail(_message(error), error.exit_code)
+    except StoreAccessError as error:
+        _fail(str(error), DraftlakeError.exit_code)
     except OSError as error:
         _fail(
             f"a file could not be read or written: {error}. Check the path, its permissions and free space.",
@@ -71,5 +88,7 @@ def _start_log() -> None:
     name = os.environ.get(LOG_VARIABLE, "WARNING").upper()
     known = name in logging.getLevelNamesMapping()
     logging.basicConfig(level=name if known else "WARNING", stream=sys.stderr)
+    for client in _STORAGE_CLIENTS:
+        logging.getLogger(client).setLevel(logging.WARNING)
     if not known:
         logger.warning("%s=%s is no log level; WARNING is used", LOG_VARIABLE, name)

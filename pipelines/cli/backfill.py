@@ -97,7 +97,7 @@ def backfill(
     version: VersionOption,
     format: FormatOption = None,
     columns: ColumnsOption = None,
-    take_unversioned: UnversionedOption = False,
+    take_unversioned: UnversionedOption = _DEFAULT["take_unversioned"],
     assume_synchronous: SynchronousOption = _DEFAULT["assume_synchronous"],
     evaluation: EvaluationOption = _DEFAULT["evaluation"],
     allow_retokenise: RetokeniseOption = _DEFAULT["allow_retokenise"],

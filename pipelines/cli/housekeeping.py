@@ -29,7 +29,10 @@ def _duration(text: str) -> timedelta:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is no time: write a number and s, m, h or d, such as 12h or 30d")
-    return timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    try:
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    except OverflowError:
+        raise typer.BadParameter(f"{text[:40]!r} is longer than any time: write one such as 30d") from None
 
 
 def _size(text: str) -> int:
@@ -38,7 +41,10 @@ def _size(text: str) -> int:
         raise typer.BadParameter(
             f"{text!r} is no size: write a number and KiB, MiB, GiB or TiB, such as 500GiB"
         )
-    return int(float(match[1]) * _BYTES[match[2]])
+    try:
+        return int(float(match[1]) * _BYTES[match[2]])
+    except OverflowError:
+        raise typer.BadParameter(f"{text[:40]!r} is larger than any size: write one such as 500GiB") from None
 
 
 ForceOption = Annotated[

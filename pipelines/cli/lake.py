@@ -18,11 +18,16 @@ from pipelines.cli.output import (
     console_context,
     default_of,
     emit,
+    json_object,
     parse_spec,
 )
 from pipelines.cli.rows import version_rows
+from pipelines.cli.selecting import narrowed
 from pipelines.collect import CollectSpec
 from pipelines.context import LAKE_VARIABLE
+from pipelines.narrowing import Narrowing
+
+_SELECTION = SelectionFilter()
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -34,7 +39,9 @@ def add_commands(app: typer.Typer) -> None:
     )
     app.command("ls", epilog="Example: draftlake ls --lake ./lake")(list_)
     app.command(epilog="Example: draftlake show v3 --lake ./lake")(show)
-    app.command(epilog="Example: draftlake explain --lake ./lake --first-version 2 --stop-version 5")(explain)
+    app.command(
+        epilog="Example: draftlake explain --lake ./lake --newest-versions 3 --min-reward 0.5 --domain code"
+    )(explain)
 
 
 def init(
@@ -85,6 +92,13 @@ def collect(
         int, typer.Option(help="Rows per fragment: what is held in memory, and committed at once.")
     ] = default_of(CollectSpec, "fragment_tokens"),
     seed: Annotated[int, typer.Option(help="Seed of the sampling policy.")] = default_of(CollectSpec, "seed"),
+    engine: Annotated[
+        str,
+        typer.Option(help="What runs the target: transformers, vllm (started here), or a served vLLM's URL."),
+    ] = default_of(CollectSpec, "engine"),
+    engine_options: Annotated[
+        str, typer.Option(help='More arguments of vllm.LLM, as JSON, e.g. {"max_model_len": 8192}.')
+    ] = "{}",
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -103,6 +117,8 @@ def collect(
             "max_tokens": max_tokens,
             "fragment_tokens": fragment_tokens,
             "seed": seed,
+            "engine": engine,
+            "engine_options": json_object(engine_options, option="--engine-options"),
         },
         where="collect",
     )
@@ -133,6 +149,10 @@ def list_(
     json: JsonOption = False,
 ) -> None:
     """List target versions with their windows, tokens and proofs; or the samples."""
+    if version is not None and not samples:
+        raise typer.BadParameter(
+            "--version narrows the list of samples: give --samples too, or see `draftlake show`"
+        )
     if samples:
         emit(inspect.list_samples(lake, version), as_json=json, title=lake)
         return
@@ -154,25 +174,34 @@ def show(
         emit(inspect.show_heads(lake), as_json=json, title="head snapshots")
     elif name == "quarantine":
         emit(inspect.show_quarantine(lake), as_json=json, title="refused records")
-    elif name.startswith("v") and name[1:].isdigit():
+    elif name.startswith("v") and name[1:].isdecimal():
         emit(inspect.show_version(lake, int(name[1:])), as_json=json, title=name)
     else:
         emit(inspect.show_sample(lake, name), as_json=json, title=name)
 
 
+@narrowed
 def explain(
     lake: LakeOption,
     first_version: FirstVersionOption = 0,
     stop_version: Annotated[int | None, typer.Option(min=1, help="Stop before this version.")] = None,
-    split: Annotated[Split, typer.Option(help="all, train or held_out.")] = Split.ALL,
+    split: Annotated[Split, typer.Option(help="all, train or held_out.")] = _SELECTION.split,
+    held_out_percent: Annotated[
+        int, typer.Option(min=0, max=90, help="Share of rollout groups that are held out.")
+    ] = _SELECTION.held_out_percent,
     verified_only: Annotated[
         bool, typer.Option("--verified-only", help="Only windows whose logprobs agreed.")
-    ] = False,
+    ] = _SELECTION.verified_only,
     json: JsonOption = False,
+    *,
+    narrowing: Narrowing,
 ) -> None:
-    """Say what a selection would read: windows, tokens, bytes, versions, missing heads."""
-    wanted = SelectionFilter(
-        versions=inspect.version_range(first_version, stop_version), split=split, verified_only=verified_only
+    """Say what a selection would read: windows, tokens, bytes, versions, heads and requests."""
+    wanted = narrowing.filter(
+        inspect.version_range(first_version, stop_version),
+        split=split,
+        held_out_percent=held_out_percent,
+        verified_only=verified_only,
     )
     plan = inspect.explain(lake, wanted)
     emit(plan, as_json=json, title=plan.summary())

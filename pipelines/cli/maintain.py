@@ -22,7 +22,7 @@ def compact(
         int, typer.Option(min=1, help="Make a snapshot only when so many commits are new.")
     ] = 1,
     grace_hours: Annotated[
-        float, typer.Option(min=0, help="Delete what a snapshot has covered for so long.")
+        float, typer.Option(min=0, max=1e6, help="Delete what a snapshot has covered for so long.")
     ] = 24.0,
     force: ForceOption = False,
     dry_run: DryRunOption = False,

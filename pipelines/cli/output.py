@@ -69,6 +69,23 @@ def parse_spec(spec: type[SpecType], values: Mapping[str, Any], *, where: str) -
         raise InputError(f"{where}: {problems}. Correct it and run again.") from error
 
 
+def json_object(text: str, *, option: str) -> dict[str, Any]:
+    """An option's JSON object.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(
+            f"{option} is no JSON ({error}): found {text!r}, expected an object in braces"
+        ) from error
+    if not isinstance(value, dict):
+        raise InputError(f"{option} must be a JSON object in braces, found {text!r}")
+    return value
+
+
 def _problem(detail: Any) -> str:
     place = ".".join(str(part) for part in detail["loc"])
     message = detail["msg"].removeprefix("Value error, ")

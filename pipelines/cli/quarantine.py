@@ -16,6 +16,7 @@ from pipelines.cli.backfill import (
 )
 from pipelines.cli.output import (
     NOTHING_TO_DO,
+    DryRunOption,
     JsonOption,
     LakeOption,
     console_context,
@@ -67,11 +68,12 @@ def retry(
     target: TargetOption,
     version: VersionOption,
     reason: OnlyReason = None,
-    take_unversioned: UnversionedOption = False,
+    take_unversioned: UnversionedOption = _DEFAULT["take_unversioned"],
     layer_ids: LayersOption = None,
     dtype: DtypeOption = _DEFAULT["dtype"],
     engine_dtype: EngineDtypeOption = _DEFAULT["engine_dtype"],
     max_tokens: MaxTokensOption = _DEFAULT["max_tokens"],
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Try a run's refused rollouts again, and mark those that are taken now as resolved."""
@@ -80,7 +82,14 @@ def retry(
         "take_unversioned": take_unversioned, "layer_ids": layer_ids.split(",") if layer_ids else None,
         "dtype": dtype, "engine_dtype": engine_dtype, "max_tokens": max_tokens,
     }  # fmt: skip
-    report = quarantined.retry(parse_spec(QuarantineSpec, given, where="quarantine retry"), console_context())
+    spec = parse_spec(QuarantineSpec, given, where="quarantine retry")
+    if dry_run:
+        plan = quarantined.plan_retry(spec)
+        emit(plan, as_json=json, title=f"would retry of {run}")
+        if not plan.retried:
+            raise typer.Exit(NOTHING_TO_DO)
+        return
+    report = quarantined.retry(spec, console_context())
     emit(report, as_json=json, title=f"retried {run}")
     if not report.retried:
         raise typer.Exit(NOTHING_TO_DO)

@@ -18,8 +18,9 @@ from pipelines.cli import build_app
 REPO = Path(__file__).resolve().parents[2]
 DRAFTLAKE = Path(sys.executable).with_name("draftlake")
 VERBS = {
-    "approve", "bench lake", "collect", "compact", "demo", "doctor", "eval", "explain", "flows up", "fsck",
-    "gc", "import", "init", "ls", "publish", "registry diff", "registry ls", "registry show", "reject",
+    "approve", "backfill", "bench collect", "bench lake", "collect", "compact", "demo", "doctor", "eval", "explain",
+    "export", "flows up", "fsck", "gc", "import", "init", "ls", "publish", "quarantine ls", "quarantine retry",
+    "quarantine show", "registry diff", "registry ls", "registry show", "reject",
     "retain", "rollback", "show", "status", "train",
 }  # fmt: skip
 ROOT: Any = typer.main.get_command(build_app())
@@ -84,7 +85,22 @@ def test_a_command_gives_json(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["approve", "collect", "compact", "demo", "fsck", "gc", "publish", "retain", "rollback", "train"]
+    "verb",
+    [
+        "approve",
+        "backfill",
+        "collect",
+        "compact",
+        "demo",
+        "export",
+        "fsck",
+        "gc",
+        "publish",
+        "quarantine retry",
+        "retain",
+        "rollback",
+        "train",
+    ],
 )
 def test_a_command_that_changes_much_can_be_asked_first(verb: str) -> None:
     options = {name for param in COMMANDS[verb].params for name in param.opts}

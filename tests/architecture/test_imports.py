@@ -17,7 +17,21 @@ LAKE_EXTRAS = {"polars", "zarr", "ml_dtypes", "pydantic", "httpx", "typer", "s3f
 LAKE_CORE = (
     "storage", "checkpoint", "target", "heads", "lake", "writer", "selection", "quarantine", "check", "testing",
 )  # fmt: skip
-COLLECT_CORE = ("collector", "rollouts", "sampling", "proofs", "report", "committed", "cut", "run")
+COLLECT_CORE = (
+    "collector",
+    "rollout",
+    "rollouts",
+    "sources",
+    "sampling",
+    "proofs",
+    "report",
+    "committed",
+    "cut",
+    "run",
+    "live",
+    "replay",
+    "taps.vllm_arguments",
+)
 
 
 def environment(path: Path) -> dict[str, str]:
@@ -42,7 +56,10 @@ def loaded_by(*modules: str) -> set[str]:
         (("features.catalog",), TORCH | LAKE_EXTRAS - {"polars"}),
         (("training.artifact",), TORCH | {"polars", "zarr", "numpy"}),
         (("publish.registry", "publish.gates", "publish.telemetry"), TORCH | {"polars", "zarr", "httpx"}),
-        (("publish.swap", "publish.vllm_client", "publish.launch"), TORCH | {"polars", "zarr"}),
+        (
+            ("publish.swap", "publish.vllm_client", "publish.vllm_replay", "publish.launch"),
+            TORCH | {"polars", "zarr"},
+        ),
         (("publish.vllm_plugin", "publish.vllm_plugin.compat"), TORCH | {"features", "training", "pydantic"}),
         (("pipelines.cli",), TORCH),
     ],

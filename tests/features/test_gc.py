@@ -399,3 +399,25 @@ def test_gc_killed_at_any_moment_leaves_every_reader_whole_and_a_rerun_completes
         gc(lake)
         assert {f.code for f in check_lake(lake, 2)} <= {"temporary_file"}, moment
         assert not [p for p in lake.store.list("data") if "v=000000000" in p], moment
+
+
+def test_a_file_that_is_no_snapshot_is_passed_over(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=2)
+    compact(lake, now=lambda: NOW)
+    (tmp_path / "snapshots" / "notes.json").write_bytes(b"{}")
+    assert plan_gc(survey(lake), POLICY, now=LATER).actions == ()
+
+
+def test_a_lease_that_ends_after_the_calendar_is_named(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=2)
+    lake.store.create(f"leases/{'a' * 32}/until.{'9' * 15}", b"")
+    with pytest.raises(CorruptDataError, match=f"leases/{'a' * 32}"):
+        survey(lake)
+
+
+def test_a_grace_longer_than_the_calendar_prunes_nothing(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path), versions=1, samples_per_version=2)
+    compact(lake, now=lambda: NOW)
+    assert plan_prune(lake, grace=timedelta(days=10**6), now=LATER) == plan_prune(
+        lake, grace=10 * DAY, now=LATER
+    )

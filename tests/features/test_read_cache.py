@@ -143,6 +143,18 @@ def test_a_spoilt_part_is_noticed_dropped_and_read_again(
     assert data_requests(s3) <= 2 * 3  # what was dropped with a spoilt neighbour, read once before
 
 
+@pytest.mark.parametrize("length", ["0", "1", "9" * 17, "9" * 30])
+def test_a_length_that_is_wrong_costs_requests_and_nothing_else(
+    s3: ServedS3, opened: Open, tmp_path: Path, length: str
+) -> None:
+    assert_whole(windows_of(opened()))
+    lengths = list((tmp_path / "cache").rglob("length-*"))
+    assert lengths
+    for path in lengths:
+        path.rename(path.parent / f"length-{length}")
+    assert_whole(windows_of(opened()))
+
+
 def test_what_is_wrong_in_the_store_itself_is_refused_and_not_kept_for_ever(tmp_path: Path) -> None:
     lake = Lake.init(str(tmp_path / "lake"), TINY_TARGET)
     commit_tiny(lake, 0, register_tiny_version(lake, 0, HEAD), WINDOWS)

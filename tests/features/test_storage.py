@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from features.errors import CorruptDataError, InputError, ObjectExistsError
+from features.paths import without_credentials
 from features.storage import LocalStore, Store
 
 
@@ -195,3 +196,18 @@ def test_one_object_is_deleted_and_its_neighbours_stay(store: Store) -> None:
     store.delete("a/x")
     assert store.list("") == ["a/xy"]
     store.create("a/x", b"again")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://me:hidden@bucket/key", "s3://bucket/key"),
+        ("foo::s3://me:hidden@bucket/key", "foo::s3://bucket/key"),
+        ("zip://a@b/c::https://me:hidden@host/x?sig=hidden", "zip://b/c::https://host/x"),
+        ("http://[::hidden#hidden", "http://[::hidden"),
+        ("s3://bucket/a@b#hidden", "s3://bucket/a@b"),
+        ("/plain/folder", "/plain/folder"),
+    ],
+)
+def test_a_url_is_shown_without_what_may_be_secret(url: str, shown: str) -> None:
+    assert without_credentials(url) == shown

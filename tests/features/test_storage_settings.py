@@ -126,7 +126,10 @@ def test_a_secret_in_the_file_is_refused_and_not_repeated(folder: Path, name: st
     [
         ({"endpoint": "http://x"}, "no setting 'endpoint'; expected addressing_style, anon"),
         ({"endpoint_url": "minio:9000"}, "endpoint_url must be http://HOST:PORT"),
-        ({"endpoint_url": f"http://me:{SECRET}@minio"}, "without user or password"),
+        ({"endpoint_url": f"http://me:{SECRET}@minio"}, "without user, password"),
+        ({"endpoint_url": f"http://minio/?X-Amz-Signature={SECRET}"}, "without user, password, query"),
+        ({"endpoint_url": f"http://minio:{SECRET}"}, "endpoint_url must be"),
+        ({"endpoint_url": f"http://[::{SECRET}"}, "endpoint_url must be"),
         ({"addressing_style": "dns"}, "must be one of auto, path, virtual; found 'dns'"),
         ({"server_side_encryption": "kms"}, "must be one of AES256, aws:kms"),
         ({"sse_kms_key_id": "x"}, "sse_kms_key_id needs server_side_encryption"),

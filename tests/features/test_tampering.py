@@ -238,3 +238,19 @@ def test_one_sample_id_with_other_tokens_in_another_layout_is_a_conflict(lake: L
     commit_tiny(lake, 0, head.head_id, [tiny_window(head, sample=90, layout=layout, seed=5)])
     with pytest.raises(PlanConflictError, match="different tokens"):
         Catalog.load(lake).select(SelectionFilter())
+
+
+def test_no_changed_byte_of_a_token_table_ends_the_process_or_is_believed(tmp_path: Path) -> None:
+    lake = tiny_lake(str(tmp_path / "flipped"), versions=1, samples_per_version=2)
+    rows = Catalog.load(lake).select(SelectionFilter()).rows
+    whole = [lake.read_window(row).token_ids.tolist() for row in rows]
+    (path,) = (tmp_path / "flipped").rglob("tokens.arrow")
+    raw, refused = path.read_bytes(), 0
+    for at in range(0, len(raw), 2):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        try:
+            reader = Lake(lake.store, lake.target)
+            assert [reader.read_window(row).token_ids.tolist() for row in rows] == whole, at
+        except CorruptDataError:
+            refused += 1
+    assert refused > 100

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,61 @@ def test_weights_with_which_nothing_agrees_are_refused_before_they_take_a_versio
     assert (plan["trial_windows"], plan["trial_agreeing"]) == (5, 0)
     found = backfill(source, target="v1")
     assert found.code == 1
-    assert "version 0 is still free" in found.err
+    assert "is still free" in found.err
     assert toy_lake.versions() == ()
     assert toy_lake.commit_paths() == []
     assert backfill(source).json["verified"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"multimodal": True}, "multimodal"),
+        ({"token_ids": "out of vocabulary"}, "token_out_of_vocab"),
+        ({"token_ids": "larger than any integer column"}, "token_out_of_vocab"),
+    ],
+)
+def test_rollouts_that_collecting_refuses_have_no_say_in_the_trial_and_do_not_end_it(
+    backfill: Backfill, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    toy = ToyTarget()
+    foreign = {"out of vocabulary": toy.record.vocab_size, "larger than any integer column": 2**70}
+    refused = []
+    for n in range(20):  # more than a trial takes, and none of them agrees
+        rollout = toy.rollout(n)
+        first = foreign.get(changes.get("token_ids", ""), rollout.token_ids[0])
+        fields = changes | {"token_ids": (first, *rollout.token_ids[1:])}
+        refused.append(replace(rollout, logprobs=(*(rollout.logprobs or ())[1:], None), **fields))
+    path = tmp_path / "a.jsonl"
+    text = [json.dumps(r.to_json_dict()) for r in (*refused, *(toy.rollout(n) for n in range(20, 24)))]
+    path.write_text("\n".join(text) + "\n")
+    plan = backfill(path, dry_run=True)
+    assert (plan.json["trial_windows"], plan.json["trial_agreeing"]) == (4, 4), plan.err
+    report = backfill(path).json
+    assert (report["collected"], report["quarantined"]) == (4, {reason: 20})
+    assert adds_up(report)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"version": 2**63}, {"top_k": -2}, {"top_k": 2**31}, {"temperature": "inf"}, {"temperature": "nan"}],
+    ids=str,
+)
+def test_a_statement_that_nothing_real_has_is_an_error_of_usage(
+    backfill: Backfill, toy_lake: Lake, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    before = objects(tmp_path / "lake")
+    found = backfill(toy_file(tmp_path / "a.jsonl", range(2)), **option)
+    assert found.code == 2, found.err
+    assert objects(tmp_path / "lake") == before
+
+
+@pytest.mark.parametrize("recorded", [None, "engine_unknown"])
+def test_a_stated_kind_of_logprobs_fills_an_unknown_one(
+    backfill: Backfill, tmp_path: Path, recorded: str | None
+) -> None:
+    source = toy_file(tmp_path / "a.jsonl", range(3), logprob_kind=recorded)
+    assert backfill(source, logprob_kind="engine_raw").json["verified"] == 3
 
 
 def test_a_wrongly_recorded_temperature_is_told_and_nothing_is_refused(

@@ -275,7 +275,7 @@ def test_a_stop_version_without_a_first_one(refused: Callable[..., str], lake: P
     assert "--first-version" in refused(2, "eval", shipped, "--stop-version", 1, "--lake", lake)
 
 
-@pytest.mark.parametrize(("name", "code"), [("v7", 1), ("no-such-sample", 2)])
+@pytest.mark.parametrize(("name", "code"), [("v7", 1), ("no-such-sample", 2), ("v²", 2)])
 def test_showing_what_is_not_there(refused: Callable[..., str], lake: Path, name: str, code: int) -> None:
     assert name.removeprefix("v") in refused(code, "show", name, "--lake", lake)
 

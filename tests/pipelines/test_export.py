@@ -253,6 +253,23 @@ def test_nothing_selected_is_exit_code_4_and_a_dry_run_writes_nothing(cli: Cli, 
     assert {**again.json, "outcome": "written", "files_present": 0} == done
 
 
+@pytest.mark.parametrize("damage", ["cut", "removed", "report", "plan"])
+def test_an_export_that_was_damaged_is_not_called_complete(cli: Cli, tmp_path: Path, damage: str) -> None:
+    url, out = tmp_path / "lake", tmp_path / "out"
+    tiny_lake(str(url), versions=1)
+    assert cli("export", out, "--to", "specforge", "--lake", url).code == 0
+    sample = next(out.rglob("data_*.ckpt"))
+    if damage == "removed":
+        sample.unlink()
+    elif damage == "cut":
+        sample.write_bytes(sample.read_bytes()[:-1])
+    else:
+        (out / f"draftlake-export{'-report' if damage == 'report' else ''}.json").write_bytes(b"{")
+    found = cli("export", out, "--to", "specforge", "--lake", url, "--json")
+    assert (found.code, found.out) == (1, "")
+    assert "export" in found.err
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(cli: Cli, tmp_path: Path) -> None:
     url, out = tmp_path / "lake", tmp_path / "out"
     tiny_lake(str(url), versions=2)

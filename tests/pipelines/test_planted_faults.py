@@ -48,6 +48,34 @@ def test_logprobs_of_other_weights(
     require_refused(cli, empty_lake, argv, "logprob_disagreement")
 
 
+def test_a_number_that_was_given_to_the_wrong_weights_stays_free(
+    cli: Cli, empty_lake: Path, rollout_file: Path, target: Path, moved_target: Path
+) -> None:
+    before = objects(empty_lake)
+    assert cli(*collect_arguments(empty_lake, rollout_file, moved_target)).code == 1
+    assert [
+        name for name in objects(empty_lake) if name not in before and "quarantine/" not in str(name)
+    ] == []
+    outcome = cli(*collect_arguments(empty_lake, rollout_file, target), "--json")
+    assert (outcome.code, outcome.json["verified"]) == (0, ROLLOUTS)
+
+
+def test_rollouts_of_which_only_later_ones_agree_take_no_number(
+    cli: Cli, empty_lake: Path, rewritten: Callable[..., Path], target: Path
+) -> None:
+    count = iter(range(ROLLOUTS))
+
+    def first_are_wrong(rollout: Rollout) -> Rollout:
+        values = list(rollout.logprobs or ())
+        return replace(rollout, logprobs=tuple(values[-1:] + values[:-1])) if next(count) < 20 else rollout
+
+    before = objects(empty_lake)
+    outcome = cli(*collect_arguments(empty_lake, rewritten(first_are_wrong), target))
+    assert outcome.code == 1
+    assert "several versions under one number" in outcome.err
+    assert objects(empty_lake) == before
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_logprobs_shifted_by_one(
     cli: Cli, empty_lake: Path, rewritten: Callable[..., Path], target: Path, shift: int

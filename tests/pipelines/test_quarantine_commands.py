@@ -74,7 +74,12 @@ def test_a_retry_takes_what_passes_now_and_marks_it_and_leaves_the_rest_open(cli
     unchanged = cli(*retry_arguments(row["run"], lake))
     assert unchanged.code == 1, "only the one that disagrees can be tried, and it disagrees again"
     assert unchanged.json["refused"] == {"logprob_disagreement": 1}
-    told = cli(*retry_arguments(row["run"], lake, **{"take-unversioned": True, "reason": "version_missing"}))
+    argv = retry_arguments(row["run"], lake, **{"take-unversioned": True, "reason": "version_missing"})
+    before = objects(Path(lake.url))
+    planned = cli(*argv, "--dry-run").json
+    assert (planned["open"], planned["retried"], planned["not_retriable"]) == (1, 1, 0)
+    assert objects(Path(lake.url)) == before
+    told = cli(*argv)
     assert told.code == 0, told.err
     report = told.json
     assert (report["open"], report["retried"], report["collected"], report["resolved"]) == (1, 1, 1, 1)
@@ -85,6 +90,23 @@ def test_a_retry_takes_what_passes_now_and_marks_it_and_leaves_the_rest_open(cli
     assert "version_missing" not in after["reasons"]
     again = cli(*retry_arguments(row["run"], lake, **{"take-unversioned": True, "reason": "version_missing"}))
     assert again.code == 4, "it is resolved, so there is nothing left to try"
+
+
+def test_a_retry_with_weights_with_which_nothing_agrees_takes_no_version_number(
+    cli: Cli, tmp_path: Path
+) -> None:
+    lake = make_lake(str(tmp_path / "lake"))
+    path = tmp_path / "a.jsonl"
+    write_rollouts(path, [ToyTarget().rollout(n, version=None) for n in range(6)])
+    run(lake.url, path)
+    (row,) = cli("quarantine", "ls", "--lake", lake.url, "--json").json
+    before = objects(tmp_path / "lake")
+    wrong = cli(*retry_arguments(row["run"], lake, **{"take-unversioned": True, "target": "v1"}))
+    assert wrong.code == 1
+    assert "is still free" in wrong.err
+    assert objects(tmp_path / "lake") == before
+    rightly = cli(*retry_arguments(row["run"], lake, **{"take-unversioned": True}))
+    assert (rightly.code, rightly.json["resolved"]) == (0, 6), rightly.err
 
 
 def test_a_retry_that_was_killed_before_it_marked_anything_marks_it_next_time(

@@ -1,6 +1,7 @@
 """Rows of a partition: JSON lines one by one, Parquet row group by row group. Nothing is held whole."""
 
 import io
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,14 @@ def _parquet_rows(source: StoredFile, start: int, stop: int | None, first_row: i
         detail = f"no readable Parquet file: {error}; restore it from a copy"
         yield SourceRow(number, error=RecordError(Reason.TRUNCATED_FILE, detail), of_file=True)
         return
+    repeated = [name for name, count in Counter(parquet.schema_arrow.names).items() if count > 1]
     for group in range(start, parquet.num_row_groups if stop is None else stop):
         last = number + parquet.metadata.row_group(group).num_rows
+        if repeated:
+            twice = RecordError(Reason.BAD_FIELD, f"column {repeated[0]!r} is given twice; leave one out")
+            yield from (SourceRow(row, error=twice) for row in range(number + 1, last + 1))
+            number = last
+            continue
         try:
             rows = rows_at_a_time(parquet.metadata.row_group(group))
             for batch in parquet.iter_batches(batch_size=rows, row_groups=[group]):

@@ -100,7 +100,12 @@ class Row:
         }  # fmt: skip
         if rollout.logprobs is not None:
             values["logprob_kind"] = options.logprob_kind
-        missing = {name: value for name, value in values.items() if getattr(rollout, name) is None}
+        unknown = (None, "engine_unknown")
+        missing = {
+            name: value
+            for name, value in values.items()
+            if value is not None and getattr(rollout, name) in unknown
+        }
         rollout = replace(rollout, **missing)
         if options.user_version is None:
             return rollout

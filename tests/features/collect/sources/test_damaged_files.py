@@ -124,6 +124,17 @@ def test_a_damaged_row_group_is_refused_and_the_others_are_read(tmp_path: Path) 
     assert [r.source_row for r in items if isinstance(r, Rollout)][9:11] == [10, 21]
 
 
+def test_rows_of_a_parquet_file_that_names_a_column_twice_are_refused_each(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([json.loads(line) for line in LINES[:5]])
+    pq.write_table(
+        table.append_column("request_id", pa.array(["other"] * 5)), tmp_path / "g.parquet", row_group_size=2
+    )
+    items, counts = read_file(tmp_path / "g.parquet", "vllm-generate")
+    refused = [(item.line, item.reason) for item in items if not isinstance(item, Rollout)]
+    assert refused == [(row, "bad_field") for row in range(1, 6)]
+    assert (counts.lines, counts.rollouts) == (5, 0)
+
+
 def test_a_parquet_file_without_its_footer_is_one_refusal(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([json.loads(LINES[0])]), tmp_path / "g.parquet")
     raw = (tmp_path / "g.parquet").read_bytes()
