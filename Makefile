@@ -41,7 +41,7 @@ demo: setup
 
 # Two processes, a file's tests in one of them: most of the time goes into waiting for engines and servers.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,14 +1,21 @@
-"""Which tests share a process when `make test` runs them on two cores."""
+"""Which tests share a process when `make test` runs them in two."""
+
+from typing import Any
 
 import pytest
 
-DEMO = "demo"
-"""The fixture that several files of end-to-end tests share: minutes, so it runs in one process only."""
+_DEMO_FILES = ("tests/e2e/test_demo.py", "tests/e2e/test_notebook.py")
+"""Their demo takes minutes, so it runs in one process only."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin that reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests together, since they share engines and servers, and all users of the demo."""
-    for item in items:
-        users = getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group(DEMO if DEMO in users else item.path.name))
+    from xdist.scheduler import LoadFileScheduling
+
+    class TogetherByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return _DEMO_FILES[0] if file in _DEMO_FILES else file
+
+    return TogetherByFile(config, log)

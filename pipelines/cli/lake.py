@@ -59,10 +59,11 @@ def doctor(
     engine: Annotated[
         list[str] | None, typer.Option("--engine", help="vLLM server to check; repeatable.")
     ] = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check packages, the store's create-if-absent, the lake and the engines' plugin."""
-    report = start.doctor(console_context(), lake_url=lake, engines=tuple(engine or ()))
+    report = start.doctor(console_context(), lake_url=lake, engines=tuple(engine or ()), dry_run=dry_run)
     emit(report if json else list(report.findings), as_json=json, title="doctor")
     if not report.ok:
         raise typer.Exit(1)

@@ -92,6 +92,7 @@ def test_a_command_gives_json(verb: str) -> None:
         "collect",
         "compact",
         "demo",
+        "doctor",
         "export",
         "fsck",
         "gc",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_outcome import Cli, collect_arguments, objects
 
+from features.storage import LocalStore
 from pipelines import collect as collecting
 
 DRAFTLAKE = Path(sys.executable).with_name("draftlake")
@@ -138,6 +139,17 @@ def test_doctor_finds_the_lake_well_and_leaves_nothing_behind(cli: Cli, lake: Pa
     found = {finding["what"]: finding["found"] for finding in healthy.json["findings"]}
     assert found["create-if-absent"] == "1 of 4 racing creates succeeded"
     assert objects(lake) == before
+
+
+def test_a_dry_doctor_writes_no_probe(cli: Cli, lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a dry run writes nothing")
+
+    monkeypatch.setattr(LocalStore, "create", refuse)
+    dry = cli("doctor", "--lake", lake, "--dry-run", "--json")
+    assert (dry.code, dry.json["ok"]) == (0, True)
+    found = {finding["what"]: finding["found"] for finding in dry.json["findings"]}
+    assert found["create-if-absent"].startswith("not checked")
 
 
 def test_doctor_names_what_is_ill(cli: Cli, tmp_path: Path) -> None:
