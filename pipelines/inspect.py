@@ -1,5 +1,6 @@
 """What is in the lake, without fetching a hidden state."""
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -109,7 +110,8 @@ def show_sample(url: str, sample_id: str) -> list[dict[str, Any]]:
         raise InputError(
             f"{url} holds no window of sample {sample_id!r}; `draftlake ls --samples` lists them"
         )
-    return frame.sort("target_version", "start").to_dicts()
+    rows = frame.sort("target_version", "start").to_dicts()
+    return [row | {"sampling": json.loads(row["sampling"]) if row["sampling"] else None} for row in rows]
 
 
 def list_samples(url: str, number: int | None) -> list[dict[str, Any]]:

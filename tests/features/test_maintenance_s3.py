@@ -133,7 +133,7 @@ def templates(s3: ServedS3) -> dict[str, str]:
     """A bucket for each job, as it starts."""
     made = {}
     for name, job in JOBS.items():
-        made[name] = f"template-{name}"
+        made[name] = f"maintenance-template-{name}"
         exec(job.prepare, {"url": s3.make_bucket(made[name]), "options": s3.options()})
     return made
 
@@ -143,7 +143,7 @@ def unharmed(s3: ServedS3, templates: dict[str, str]) -> dict[str, tuple[Request
     """What each job asks when nothing goes wrong."""
     asked = {}
     for name, job in JOBS.items():
-        url = s3.copy_bucket(templates[name], f"unharmed-{name}")
+        url = s3.copy_bucket(templates[name], f"maintenance-unharmed-{name}")
         s3.reset()
         run(job, url, s3.options(**PATIENCE))
         asked[name] = s3.requests
@@ -239,7 +239,7 @@ def test_a_fault_at_any_request_leaves_the_old_state_or_the_new_and_a_rerun_comp
 ) -> None:
     for at in moments(name, kind, unharmed[name]):
         for count in (1, FOR_EVER) if SOAK and kind in LASTING else (FOR_EVER if kind in LASTING else 1,):
-            url = s3.copy_bucket(templates[name], f"fault-{next(_names)}")
+            url = s3.copy_bucket(templates[name], f"maintenance-fault-{next(_names)}")
             s3.inject(Fault(kind, at, count=count))
             with suppress(OSError, DraftlakeError):  # nothing is promised but what is judged below
                 run(JOBS[name], url, s3.options(**PATIENCE))
